@@ -1,0 +1,1 @@
+"""HTTP: admin, peer and request plane."""

@@ -1,0 +1,74 @@
+"""Digests of pages, to compare what was sent with what has landed.
+
+Both sides list the same items in the same order (buffer, layer, position), so a difference names its
+place. `sampled` checks every item whose layer and position add up to a multiple of 16, and always the
+last position, which is where off-by-one faults show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from app.core.geometry import BufferSpec, CacheGeometry
+from app.core.ids import PageArray
+from app.errors import Corruption
+
+DigestMode = Literal["off", "sampled", "full"]
+SAMPLE_STRIDE = 16
+
+Bytes3d = npt.NDArray[np.uint8]
+"""One buffer's pool: uint8 [layers, pages, item_bytes]."""
+
+
+def items(geometry: CacheGeometry, positions: int, mode: DigestMode) -> Iterator[tuple[BufferSpec, int, int]]:
+    """(buffer, logical layer, position) of every item that the mode checks, in wire order."""
+    if mode == "off":
+        return
+    for spec in geometry.buffers:
+        for layer in spec.layer_ids:
+            for position in range(positions):
+                chosen = mode == "full" or (layer + position) % SAMPLE_STRIDE == 0
+                if chosen or position == positions - 1:
+                    yield spec, layer, position
+
+
+def page_digests(
+    geometry: CacheGeometry,
+    pools: dict[str, Bytes3d],
+    pages: PageArray,
+    mode: DigestMode,
+) -> list[int]:
+    """xxh3 of each checked item, of the pages at positions 0..len(pages)."""
+    return [
+        xxhash.xxh3_64_intdigest(pools[spec.name][spec.slot(layer), pages[position]])
+        for spec, layer, position in items(geometry, len(pages), mode)
+    ]
+
+
+def require_equal_digests(
+    geometry: CacheGeometry,
+    sent: Sequence[int],
+    landed: Sequence[int],
+    *,
+    positions: int,
+    mode: DigestMode,
+    room: int,
+) -> None:
+    """Corruption, naming buffer, layer and position, unless both lists are equal."""
+    if len(sent) != len(landed):
+        raise Corruption(f"{len(sent)} digests were sent and {len(landed)} computed", room=room)
+    for (spec, layer, position), ours, theirs in zip(
+        items(geometry, positions, mode), landed, sent, strict=True
+    ):
+        if ours != theirs:
+            raise Corruption(
+                f"page digest differs: {spec.name} layer {layer} position {position}",
+                room=room,
+                layer=layer,
+                position=position,
+            )

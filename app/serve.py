@@ -1,0 +1,82 @@
+"""One node as a process: bind the port, serve at once, load in the background, stop in order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import structlog
+import uvicorn
+import uvloop
+
+from app.api.app import create_app
+from app.errors import SettingsError
+from app.obs.logging import configure_logging
+from app.service.node import Node
+from app.settings import HttpSettings, NodeSettings
+
+log = structlog.get_logger(__name__)
+
+
+def bind(http: HttpSettings) -> tuple[socket.socket, bool]:
+    """A listening socket, and whether it is on another port than wished (http.port_taken = any)."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    moved = False
+    try:
+        listener.bind((http.host, http.port))
+    except OSError as error:
+        if http.port_taken != "any":
+            listener.close()
+            raise SettingsError(
+                f"http.port: cannot listen on {http.host}:{http.port}: {error.strerror}"
+            ) from error
+        listener.bind((http.host, 0))
+        moved = True
+    return listener, moved
+
+
+def published_url(http: HttpSettings, listener: socket.socket) -> str:
+    """The url that peers use: the advertised host with the port that was really bound."""
+    host = http.advertise or http.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def serve(settings: NodeSettings) -> int:
+    """Run a node until it is told to stop; the process's exit status."""
+    configure_logging(level=settings.log.level, style=settings.log.format)
+    listener, moved = bind(settings.http)
+    return uvloop.run(_serve(settings, listener, moved))
+
+
+async def _serve(settings: NodeSettings, listener: socket.socket, moved: bool) -> int:
+    node = Node(settings, url=published_url(settings.http, listener))
+    if moved:
+        node.counters["port_moved"] += 1
+        log.warning("http.port_moved", wished=settings.http.port, url=node.url)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(node),
+            http="httptools",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=15,
+            timeout_keep_alive=75,
+        )
+    )
+
+    async def start() -> None:
+        try:
+            await node.start()
+        except Exception as error:
+            node.start_error = f"the node did not start: {error}"
+            log.error("node.start_failed", reason=str(error), exc_info=error)
+            server.should_exit = True
+
+    starting = asyncio.create_task(start())
+    log.info("node.listening", url=node.url, role=settings.role)
+    await server.serve(sockets=[listener])
+    starting.cancel()
+    await node.stop()
+    return 1 if node.start_error else 0

