@@ -7,6 +7,7 @@ BOOTSTRAPPING -- WAITING -- METADATA -- DECODING -- SUCCESS
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 import structlog
@@ -37,13 +38,16 @@ log = structlog.get_logger(__name__)
 
 
 class _Progress(NoHooks):
-    """Tells health that layers end."""
+    """Tells health that layers end, and ends the step of a room that has failed."""
 
-    def __init__(self, node: NodeContext) -> None:
+    def __init__(self, node: NodeContext, job: DecodeJob) -> None:
         self._node = node
+        self._job = job
 
     def after_write(self, layer: int, source: str) -> None:
         self._node.forwards.progress()
+        if self._job.life.reason is not None:
+            raise self._job.life.reason
 
 
 class DecodeService:
@@ -52,7 +56,6 @@ class DecodeService:
     def __init__(self, node: NodeContext) -> None:
         self.node = node
         self.rooms = DecodeRooms(node)
-        self._hooks = _Progress(node)
 
     async def run(self, job: DecodeJob) -> None:
         """Serve an entered room to its end; tokens go to the job's output. Never raises."""
@@ -70,8 +73,11 @@ class DecodeService:
             finally:
                 if not job.life.ended:
                     job.fail(ClientGone("the request was cancelled", room=job.room))
-                self.rooms.leave(job)
-                job.answered.set()
+                try:
+                    self.rooms.leave(job)
+                finally:
+                    job.answered.set()
+                    job.output.put_nowait(None)
             log.debug("decode.ended", **job.record())
 
     async def _serve(self, job: DecodeJob, request: Request) -> None:
@@ -83,6 +89,7 @@ class DecodeService:
         job.slot = self.node.slots.take(job.room)
         if job.slot is None:
             raise NoCapacity("no metadata slot is free (cache.slots)", room=job.room)
+        job.generation = job.slot.generation
         self.node.pool.clear_slot(job.slot)
         job.phases.mark("admitted")
         await self._announce(job, request)
@@ -91,18 +98,19 @@ class DecodeService:
                 await job.landed.wait()
         except TimeoutError as error:
             raise DeadlineExceeded(f"the prompt's pages did not land within {limits.transfer_s} s") from error
+        # a write that landed twice brings the prompt's last page again, over rows that decoding adds to it,
+        # and the metadata record again, into a slot that may have its next owner by then
+        await asyncio.sleep(max(job.settled_at_s - time.monotonic(), 0.0))
         metadata = self.node.pool.read_slot(job.slot)
         if metadata is None:
             raise Corruption("all bytes were announced as landed, the metadata slot is empty", room=job.room)
         job.life.advance(Event.READ)
+        job.facts["first_token_s"] = round(time.monotonic() - job.phases.received, 6)
         if self.node.settings.trace:
             landed = job.prompt_pages(self.node.page_size)[job.first_position :]
             job.facts["page_digest"] = combined_digest(await self.node.digests(landed, "full"))
-        try:
-            async with asyncio.timeout(limits.decode_s):
-                await self._decode(job, request, metadata)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"decoding outlived {limits.decode_s} s") from error
+        with job.deadline(limits.decode_s, "decoding outlived deadlines.decode_s:"):
+            await self._decode(job, request, metadata)
         job.life.advance(Event.FINISH)
 
     def _check(self, request: Request) -> None:
@@ -175,7 +183,7 @@ class DecodeService:
         """On the forward thread: one token."""
         assert job.pages is not None
         step = ForwardStep(tokens=[token], start=position, pages=job.pages)
-        logits = self.node.engine.forward(step, self._hooks)
+        logits = self.node.engine.forward(step, _Progress(self.node, job))
         assert logits is not None
         chosen, log_probability = sampler.choose(logits)
         digest = logits_digest(logits) if self.node.settings.trace else None
