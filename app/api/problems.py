@@ -20,6 +20,7 @@ log = structlog.get_logger(__name__)
 _limited = RateLimited(log)
 
 MEDIA_TYPE = "application/problem+json"
+_SLUGS = {400: "malformed", 404: "not-found", 405: "method-not-allowed", 413: "too-large"}
 
 
 class Problem(BaseModel):
@@ -87,10 +88,11 @@ def install(app: FastAPI, node: Node) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 400:
+        if error.status_code in (400, 413):
             node.counters["bad_messages"] += 1
             _limited.warning("request.invalid", path=request.url.path, reason=str(error.detail)[:300])
-        return _document(error.status_code, f"http-{error.status_code}", "HTTP error", str(error.detail))
+        slug = _SLUGS.get(error.status_code, f"http-{error.status_code}")
+        return _document(error.status_code, slug, "HTTP error", str(error.detail))
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:

@@ -13,7 +13,10 @@ from typing import Any
 
 from app.errors import SettingsError, TransferFailed
 from app.transfer.base import Block, Region, Status
+from app.transfer.confine import confine
 
+_STATUS = {int(status): status for status in Status}
+"""A look-up costs a fifth of an enum's call, and there are several of them a write."""
 _NEEDED = ("transfer_submit_write", "transfer_check_status", "register_memory", "send_probe")
 
 
@@ -21,7 +24,8 @@ def environment(*, bind: str, lanes: int, progress_timeout_s: int) -> dict[str, 
     """Variables the engine reads once, when it is imported.
 
     The queue limits are raised because a full queue can wedge a peer for ever: flow control is our own
-    window. The bind address is set because the engine listens on every interface otherwise.
+    window. The bind address is the one that the engine publishes; confine.py makes it the only one that
+    is served.
     """
     return {
         "MC_TCP_BIND_ADDRESS": bind,
@@ -78,6 +82,7 @@ class MooncakeDriver:
         if code:
             raise TransferFailed(f"the transfer engine did not start on {host}: code {code}")
         self.session = f"{host}:{self._engine.get_rpc_port()}"
+        self.confined = confine(os.environ.get("MC_TCP_BIND_ADDRESS", ""))
         self.transport = "tcp" if os.environ.get("MC_FORCE_TCP") == "1" else "engine's choice"
 
     def register(self, region: Region) -> None:
@@ -94,7 +99,7 @@ class MooncakeDriver:
     def check(self, submitted: int) -> Status:
         if submitted <= 0:
             raise TransferFailed(f"{submitted} is no transfer: asking about it would end the process")
-        return Status(self._engine.transfer_check_status(submitted))
+        return _STATUS[self._engine.transfer_check_status(submitted)]
 
     def probe(self, session: str) -> bool:
         return bool(self._engine.send_probe(session) == 0)
