@@ -1,4 +1,4 @@
-"""Command line: serve, config, doctor, openapi, lifecycle, prepare."""
+"""Command line: serve, config, doctor, prepare, and what generates reference text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.errors import KvferryError
+from app.errors import KvferryError, SettingsError
+
+_SETTINGS_COMMANDS = ("serve", "config", "doctor")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,15 +24,22 @@ def main(arguments: list[str] | None = None) -> int:
         ("doctor", "check what a node needs on this machine"),
     ):
         command = commands.add_parser(
-            name, help=text, description=f"{text}; any setting is a flag: --http.port 8001"
+            name,
+            help=text,
+            description=f"{text}; any setting is a flag: --http.port 8001 (python -m app settings lists them)",
+            allow_abbrev=False,
         )
         command.add_argument("--config", type=Path, help="settings file (TOML)")
     prepare = commands.add_parser("prepare", help="convert a packaged model into the cache folder")
     prepare.add_argument("model", choices=["smollm2"])
+    commands.add_parser("settings", help="print the table of settings")
     commands.add_parser("openapi", help="write openapi/openapi.json")
     commands.add_parser("lifecycle", help="print the state diagrams")
+    commands.add_parser("reference", help="bring openapi/ and the generated parts of docs/ up to date")
     known, flags = parser.parse_known_args(arguments)
     try:
+        if flags and known.command not in _SETTINGS_COMMANDS:
+            raise SettingsError(f"{known.command} takes no such argument: {flags[0]}")
         return _COMMANDS[known.command](known, flags)
     except KvferryError as error:
         print(f"kvferry: {error.message}", file=sys.stderr)  # noqa: T201  the command line's own output
@@ -85,11 +94,29 @@ def _openapi(known: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _lifecycle(known: argparse.Namespace, flags: list[str]) -> int:
-    from app.core.lifecycle import TABLES, mermaid
+    from app.reference import lifecycle_document
 
-    for name, table in TABLES.items():
-        _say(f"## {name}\n\n```mermaid\n{mermaid(table)}```\n")
+    _say(lifecycle_document())
     return 0
+
+
+def _table(known: argparse.Namespace, flags: list[str]) -> int:
+    from app.reference import settings_table
+
+    _say(settings_table())
+    return 0
+
+
+def _reference(known: argparse.Namespace, flags: list[str]) -> int:
+    from app.reference import lifecycle_document, with_settings_table
+
+    operations, lifecycle = Path("docs/operations.md"), Path("docs/lifecycle.md")
+    if not operations.exists():
+        raise SettingsError(f"no {operations} here: run this in the project's own folder")
+    operations.write_text(with_settings_table(operations.read_text()))
+    lifecycle.write_text(lifecycle_document())
+    _say(f"wrote {operations}\nwrote {lifecycle}")
+    return _openapi(known, flags)
 
 
 _COMMANDS = {
@@ -97,6 +124,8 @@ _COMMANDS = {
     "config": _config,
     "doctor": _doctor,
     "prepare": _prepare,
+    "settings": _table,
     "openapi": _openapi,
     "lifecycle": _lifecycle,
+    "reference": _reference,
 }

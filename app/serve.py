@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
 import structlog
@@ -12,29 +13,38 @@ import uvloop
 from app.api.app import create_app
 from app.errors import SettingsError
 from app.obs.logging import configure_logging
+from app.sections import HttpSettings
 from app.service.node import Node
-from app.settings import HttpSettings, NodeSettings
+from app.settings import NodeSettings
 
 log = structlog.get_logger(__name__)
+
+_BACKLOG = 2048
 
 
 def bind(http: HttpSettings) -> tuple[socket.socket, bool]:
     """A listening socket, and whether it is on another port than wished (http.port_taken = any)."""
-    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    moved = False
     try:
-        listener.bind((http.host, http.port))
+        return _listen(http.host, http.port), False
     except OSError as error:
-        if http.port_taken != "any":
-            listener.close()
-            raise SettingsError(
-                f"http.port: cannot listen on {http.host}:{http.port}: {error.strerror}"
-            ) from error
-        listener.bind((http.host, 0))
-        moved = True
-    return listener, moved
+        taken, where = error.errno == errno.EADDRINUSE, f"{http.host}:{http.port}"
+        if http.port_taken == "any" and taken:
+            return _listen(http.host, 0), True
+        key = "http.port" if taken or error.errno == errno.EACCES else "http.host"
+        raise SettingsError(f"{key}: cannot listen on {where}: {error.strerror}") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound and listening at once: two sockets may be bound to one port as long as neither listens."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def published_url(http: HttpSettings, listener: socket.socket) -> str:

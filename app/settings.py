@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -27,95 +33,22 @@ from pydantic_settings import (
 )
 
 from app.errors import SettingsError
+from app.sections import (
+    AuthSettings,
+    CacheSettings,
+    DeadlineSettings,
+    HttpSettings,
+    LimitSettings,
+    LogSettings,
+    ModelSettings,
+    PrefillSettings,
+    TransferSettings,
+)
 
 PREFIX = "KVFERRY_"
 _OTHER_VARIABLES = {"KVFERRY_CACHE_DIR", "KVFERRY_CONFIG"}
-
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-"""Always finite: no deadline may be switched off."""
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class HttpSettings(Section):
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(0, ge=0, le=65535, description="0 takes any free port; the bound one is published")
-    port_taken: Literal["fail", "any"] = Field("fail", description="what to do when the port is taken")
-    advertise: str = Field("", description="host that peers use to reach this node; default: host")
-    max_body_bytes: int = Field(4 << 20, ge=1024)
-
-
-class AuthSettings(Section):
-    token: SecretStr | None = Field(None, description="needed for every call that changes state")
-    token_file: Path | None = Field(None, description="file that holds the token")
-
-
-class ModelSettings(Section):
-    name: Literal["smollm2", "toy"] = "smollm2"
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: float32 on CPU (five times as fast there), bfloat16 on CUDA"
-    )
-    device: Literal["cpu", "cuda"] = "cpu"
-    threads: int = Field(
-        1, ge=1, le=256, description="threads of one forward; equal at both ends for equal bits"
-    )
-    layer_delay_s: float = Field(0.0, ge=0, le=60, description="toy model only: time that a layer takes")
-
-
-class CacheSettings(Section):
-    page_size: int = Field(64, ge=1, le=4096, description="tokens a page")
-    pages: Count = Field(256, description="L1 pages of this node")
-    slots: Count = Field(64, description="metadata slots: rooms that decode may await at once")
-
-
-class PrefillSettings(Section):
-    chunk_tokens: int = Field(2048, ge=1, description="tokens a forward; a multiple of the page size")
-    max_input_tokens: Count = 4096
-
-
-class TransferSettings(Section):
-    mode: Literal["per_layer", "monolithic"] = "per_layer"
-    group_layers: Count = 8
-    taper: bool = Field(True, description="shrink the groups toward the last layer")
-    digests: Literal["off", "sampled", "full"] = "sampled"
-    lanes: int = Field(4, ge=1, le=64, description="TCP connections the engine keeps for each peer")
-    window_descriptors: int = Field(16, ge=1, le=512)
-    window_bytes: int = Field(32 << 20, ge=1 << 16)
-    descriptor_bytes: int = Field(1 << 20, ge=1 << 12)
-    retries: int = Field(2, ge=0, le=10)
-    retry_after_s: Seconds = 1.1
-    progress_timeout_s: int = Field(8, ge=1, le=600, description="the engine's own timeout")
-    deadline_s: Seconds = 30.0
-    late_landing_s: Seconds = Field(10.0, description="how long a failed write may still land")
-
-
-class DeadlineSettings(Section):
-    handshake_s: Seconds = 5.0
-    message_s: Seconds = 5.0
-    bootstrap_s: Seconds = Field(30.0, description="prefill: from the request to decode's pages")
-    parked_s: Seconds = Field(30.0, description="prefill: from decode's pages to the request")
-    queue_s: Seconds = Field(120.0, description="waiting for pages or a forward")
-    forward_s: Seconds = Field(300.0, description="one prompt's forwards")
-    stall_s: Seconds = Field(60.0, description="a forward without a layer's progress is dead")
-    transfer_s: Seconds = Field(300.0, description="decode: from the announcement to the last byte")
-    decode_s: Seconds = Field(600.0, description="decode: all steps of one request")
-    drain_s: Seconds = Field(20.0, description="waiting for a drain acknowledgement")
-    quarantine_s: Seconds = Field(45.0, description="pages whose writer was not proven idle")
-    tombstone_s: Seconds = Field(30.0, description="how long an aborted room is remembered")
-
-
-class LimitSettings(Section):
-    queued_requests: Count = 256
-    max_new_tokens: Count = 1024
-    default_new_tokens: Count = 64
-
-
-class LogSettings(Section):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "json", "console"] = "auto"
+_TOKEN = re.compile(r"[!-~]+")
+"""Visible ASCII: what a header carries unchanged."""
 
 
 class NodeSettings(BaseSettings):
@@ -125,7 +58,7 @@ class NodeSettings(BaseSettings):
         env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, cli_kebab_case=True
     )
 
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode"] = Field(description="what this node does")
     trace: bool = Field(False, description="show page and logit digests in answers; costs time")
     http: HttpSettings = HttpSettings()
     auth: AuthSettings = AuthSettings()
@@ -167,19 +100,35 @@ class NodeSettings(BaseSettings):
                 f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive the engine's own timeout "
                 f"(3 x transfer.progress_timeout_s = {self.transfer.progress_timeout_s * 3})"
             )
+        if self.auth.token is not None and self.auth.token_file is not None:
+            raise ValueError("auth.token and auth.token_file are both set: one of them is enough")
         if not _is_loopback(self.http.host) and self.auth.token is None and self.auth.token_file is None:
             raise ValueError(f"http.host ({self.http.host}) is no loopback address: auth.token must be set")
+        if _is_any(self.http.host) and not self.http.advertise:
+            raise ValueError(
+                f"http.host ({self.http.host}) is every address: http.advertise must name one for the peers"
+            )
         if self.model.layer_delay_s and self.model.name != "toy":
             raise ValueError("model.layer_delay_s is for the toy model only")
+        if self.model.device == "cuda" and self.model.name == "toy":
+            raise ValueError("model.device (cuda): the toy model runs on cpu only")
         return self
 
     def secret(self) -> str | None:
-        """The token, out of the settings or its file."""
+        """The token, out of the settings or its file. SettingsError, without the token, when it is none."""
+        key, token = "auth.token", None
         if self.auth.token is not None:
-            return self.auth.token.get_secret_value()
-        if self.auth.token_file is not None:
-            return self.auth.token_file.read_text().strip()
-        return None
+            token = self.auth.token.get_secret_value()
+        elif self.auth.token_file is not None:
+            key = "auth.token_file"
+            try:
+                token = self.auth.token_file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError(f"{key}: cannot read {self.auth.token_file}: {error}") from error
+        # an empty token would be matched by an empty one
+        if token is not None and not _TOKEN.fullmatch(token):
+            raise SettingsError(f"{key}: a token is visible ASCII characters without spaces, at least one")
+        return token
 
     def masked(self) -> dict[str, Any]:
         """Effective settings as plain values, secrets masked."""
@@ -191,6 +140,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""
 
 
 def load_settings(
@@ -205,15 +161,17 @@ def load_settings(
     if config is not None:
         try:
             values = tomllib.loads(config.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{config}: {error}") from error
     values = _merge(values, overrides or {})
     _refuse_unknown_variables()
     try:
         given = _flags(flags)
-        return _Layered(given, values)()
+        settings = _Layered(given, values)()
     except (ValidationError, SourceError) as error:
         raise SettingsError(_explain(error)) from error
+    settings.secret()
+    return settings
 
 
 def _flags(flags: Sequence[str]) -> dict[str, Any]:
@@ -221,7 +179,7 @@ def _flags(flags: Sequence[str]) -> dict[str, Any]:
     if not flags:
         return {}
     source = CliSettingsSource[Any](
-        NodeSettings, cli_parse_args=list(flags), cli_prog_name="python -m app serve", cli_exit_on_error=True
+        NodeSettings, cli_parse_args=list(flags), cli_prog_name="python -m app", cli_exit_on_error=False
     )
     return dict(source())
 
@@ -273,7 +231,7 @@ def _refuse_unknown_variables() -> None:
 
 def _explain(error: ValidationError | SourceError) -> str:
     if not isinstance(error, ValidationError):
-        return str(error)
+        return _explain_source(str(error))
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
@@ -281,3 +239,13 @@ def _explain(error: ValidationError | SourceError) -> str:
         unknown = item["type"] == "extra_forbidden"
         lines.append(f"unknown key: {key}" if unknown else f"{key}: {message}" if key else message)
     return "; ".join(lines)
+
+
+def _explain_source(text: str) -> str:
+    """What a source could not parse. An unknown flag is named without its value, which may be a secret."""
+    text = text.removeprefix("error parsing CLI: ")
+    unknown = text.removeprefix("unrecognized arguments: ")
+    if unknown == text:
+        return text
+    flags = [word.partition("=")[0] for word in unknown.split() if word.startswith("-")]
+    return f"unknown flag: {', '.join(flags)}" if flags else f"unexpected argument: {unknown}"

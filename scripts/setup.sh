@@ -7,16 +7,28 @@ python=${PYTHON:-python3}
 venv=.venv
 want=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
 
-# The transfer engine links against libibverbs even where it only uses TCP.
-if ! "$python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then
-    install="apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1"
-    echo "setup: installing libibverbs1, which the transfer engine needs"
+# The transfer engine links against these even where it only uses TCP.
+missing=$("$python" - <<'EOF'
+import ctypes
+
+needed = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+for library, package in needed.items():
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        print(package)
+EOF
+)
+if [ -n "$missing" ]; then
+    missing=$(echo $missing)
+    install="apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing"
+    echo "setup: installing $missing, which the transfer engine needs"
     if [ "$(id -u)" = 0 ]; then
-        sh -c "$install" >/dev/null
+        DEBIAN_FRONTEND=noninteractive sh -c "$install" >/dev/null
     elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
-        sudo sh -c "$install" >/dev/null
+        sudo DEBIAN_FRONTEND=noninteractive sh -c "$install" >/dev/null
     else
-        echo "setup: cannot install it as this user. Type this line, then try again:" >&2
+        echo "setup: cannot install them as this user. Type this line, then try again:" >&2
         echo "    sudo sh -c '$install'" >&2
         exit 1
     fi

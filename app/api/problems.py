@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import KvferryError
+from app.errors import KvferryError, NotReady
 from app.obs.logging import RateLimited, log_once
 from app.service.node import Node
 
@@ -70,7 +70,10 @@ def install(app: FastAPI, node: Node) -> None:
     @app.exception_handler(KvferryError)
     async def ours(request: Request, error: KvferryError) -> JSONResponse:
         node.counters[f"problem.{error.slug}"] += 1
-        log_once(log, "request.failed", error, path=request.url.path)
+        if isinstance(error, NotReady):
+            log.debug("request.not_ready", path=request.url.path, reason=error.message)  # probes ask often
+        else:
+            log_once(log, "request.failed", error, path=request.url.path)
         return problem_response(error)
 
     @app.exception_handler(RequestValidationError)

@@ -38,11 +38,22 @@ def cache_folder() -> Path:
     return base if configured else base / "kvferry"
 
 
-def model_files(name: str) -> ModelFiles:
-    """The converted model, converting it first when needed (a minute). SettingsError when unknown."""
+def model_folder(name: str) -> Path:
+    """Where the converted model is, or will be. SettingsError when unknown."""
     if name not in _PACKAGES:
         raise SettingsError(f"model.name: no weights are known for {name!r}")
-    folder = cache_folder() / f"{name}-v{_FORMAT}"
+    return cache_folder() / f"{name}-v{_FORMAT}"
+
+
+def missing_package(name: str) -> str | None:
+    """The package that holds the model's weights, when it is not installed."""
+    package, _ = _PACKAGES[name]
+    return None if importlib.util.find_spec(package) else package
+
+
+def model_files(name: str) -> ModelFiles:
+    """The converted model, converting it first when needed (a minute). SettingsError when unknown."""
+    folder = model_folder(name)
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder) + ".lock"):

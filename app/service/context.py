@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from app.core.digests import page_digests
@@ -56,8 +55,11 @@ class NodeContext:
         chosen: Any = mode or self.settings.transfer.digests
         if chosen == "off":
             return []
-        arrays = dict(self.pool.host_arrays())
-        work = partial(page_digests, self.engine.geometry, arrays, pages, chosen)
+
+        def work() -> list[int]:
+            arrays, places = self.pool.readable(pages)
+            return page_digests(self.engine.geometry, arrays, places, chosen)
+
         return await asyncio.get_running_loop().run_in_executor(self.digest_thread, work)
 
     def hold(

@@ -18,6 +18,7 @@ import torch
 
 from app.core.digests import Bytes3d
 from app.core.geometry import BufferSpec, CacheGeometry
+from app.core.ids import PageArray
 from app.core.slots import SLOT_BYTES, Metadata, SlotRef, decode
 from app.errors import NoCapacity
 
@@ -89,6 +90,17 @@ class DevicePool:
     def host_arrays(self) -> Mapping[str, Bytes3d]:
         """The buffers as numpy views (CPU pools only), for digests."""
         return {name: b.tensor.numpy() for name, b in self.buffers.items()}
+
+    def readable(self, pages: PageArray) -> tuple[dict[str, Bytes3d], PageArray]:
+        """The buffers on the host and where the given pages lie in them.
+
+        Views of the pool on CPU; on CUDA copies of these pages only, so the page numbers change.
+        """
+        if self.device.type == "cpu":
+            return dict(self.host_arrays()), pages
+        index = torch.from_numpy(pages).to(self.device)
+        copies = {name: b.tensor[:, index].cpu().numpy() for name, b in self.buffers.items()}
+        return copies, np.arange(len(pages), dtype=np.int64)
 
     def clear_slot(self, ref: SlotRef) -> None:
         self.slots[ref.offset : ref.offset + SLOT_BYTES].zero_()

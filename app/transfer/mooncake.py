@@ -57,7 +57,7 @@ def load_engine_class() -> Any:
     except ImportError as error:
         raise SettingsError(
             f"cannot load the transfer engine: {error}; install mooncake-transfer-engine-non-cuda and, "
-            "on Debian, the package libibverbs1"
+            "on Debian, the packages libibverbs1, libnuma1 and libcurl4"
         ) from error
     require_async_api(Engine)
     return Engine

@@ -1,0 +1,115 @@
+"""The sections of a node's settings, as frozen objects: names, defaults and limits of every key."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+"""Always finite: no deadline may be switched off."""
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HttpSettings(Section):
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="0 takes any free port; the bound one is published")
+    port_taken: Literal["fail", "any"] = Field("fail", description="what to do when the port is taken")
+    advertise: str = Field("", description="host that peers use to reach this node; default: host")
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="larger bodies are refused")
+
+    @field_validator("advertise")
+    @classmethod
+    def _host_only(cls, value: str) -> str:
+        """A name or an address; the port is always the one that was bound."""
+        if re.search(r"[/\s]", value) or (":" in value and not _is_ipv6(value)):
+            raise ValueError(f"{value!r} is no host name without scheme and port")
+        return value
+
+
+class AuthSettings(Section):
+    token: SecretStr | None = Field(None, description="needed for every call that changes state")
+    token_file: Path | None = Field(None, description="file that holds the token")
+
+
+class ModelSettings(Section):
+    name: Literal["smollm2", "toy"] = Field("smollm2", description="toy needs no weights")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: float32 on CPU (five times as fast there), bfloat16 on CUDA"
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where forwards run and pages lie")
+    threads: int = Field(
+        1, ge=1, le=256, description="threads of one forward; equal at both ends for equal bits"
+    )
+    layer_delay_s: float = Field(0.0, ge=0, le=60, description="toy model only: time that a layer takes")
+
+
+class CacheSettings(Section):
+    page_size: int = Field(64, ge=1, le=4096, description="tokens a page")
+    pages: Count = Field(256, description="L1 pages of this node")
+    slots: Count = Field(64, description="metadata slots: rooms that decode may await at once")
+
+
+class PrefillSettings(Section):
+    chunk_tokens: int = Field(2048, ge=1, description="tokens a forward; a multiple of the page size")
+    max_input_tokens: Count = Field(4096, description="a longer prompt is refused")
+
+
+class TransferSettings(Section):
+    mode: Literal["per_layer", "monolithic"] = Field(
+        "per_layer", description="send during the forward, or all layers after it"
+    )
+    group_layers: Count = Field(8, description="layers that are sent together")
+    taper: bool = Field(True, description="shrink the groups toward the last layer")
+    digests: Literal["off", "sampled", "full"] = Field(
+        "sampled", description="pages whose digests decode compares; equal at both ends"
+    )
+    lanes: int = Field(4, ge=1, le=64, description="TCP connections the engine keeps for each peer")
+    window_descriptors: int = Field(64, ge=1, le=512, description="writes in the engine for one peer")
+    window_bytes: int = Field(16 << 20, ge=1 << 16, description="bytes in the engine for one peer")
+    descriptor_bytes: int = Field(1 << 20, ge=1 << 12, description="longer runs are cut")
+    retries: int = Field(2, ge=0, le=10, description="further tries of a failed write")
+    retry_after_s: Seconds = Field(1.1, description="the engine refuses a failed peer for a second")
+    progress_timeout_s: int = Field(8, ge=1, le=600, description="the engine's own timeout")
+    deadline_s: Seconds = Field(30.0, description="one group's write, retries included")
+    late_landing_s: Seconds = Field(10.0, description="how long a failed write may still land")
+
+
+class DeadlineSettings(Section):
+    handshake_s: Seconds = Field(5.0, description="answer to a handshake")
+    message_s: Seconds = Field(5.0, description="answer to any other message between nodes")
+    bootstrap_s: Seconds = Field(30.0, description="prefill: from the request to decode's pages")
+    parked_s: Seconds = Field(30.0, description="prefill: from decode's pages to the request")
+    queue_s: Seconds = Field(120.0, description="waiting for pages or a forward")
+    forward_s: Seconds = Field(300.0, description="one prompt's forwards")
+    stall_s: Seconds = Field(60.0, description="a forward without a layer's progress is dead")
+    transfer_s: Seconds = Field(300.0, description="decode: from the announcement to the last byte")
+    decode_s: Seconds = Field(600.0, description="decode: all steps of one request")
+    drain_s: Seconds = Field(20.0, description="waiting for a drain acknowledgement")
+    quarantine_s: Seconds = Field(45.0, description="pages whose writer was not proven idle")
+    tombstone_s: Seconds = Field(30.0, description="how long an aborted room is remembered")
+
+
+class LimitSettings(Section):
+    queued_requests: Count = Field(256, description="waiting for their turn, or parked")
+    max_new_tokens: Count = Field(1024, description="a request for more is refused")
+    default_new_tokens: Count = Field(64, description="where a request names no number")
+
+
+class LogSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="success is debug")
+    format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(host))
+    except ValueError:
+        return False
