@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,17 +23,19 @@ class RoomEntry(Protocol):
 
 E = TypeVar("E", bound=RoomEntry)
 
+_DIGITS = re.compile("[0-9]{1,32}")
+
 
 def parse_room(value: int | str | None) -> RoomId:
     """A room number out of a request. InvalidRequest when it is missing or no number of 64 bits."""
     if value is None or isinstance(value, bool):
         raise InvalidRequest("bootstrap_room is missing: a room is never derived from another field")
-    try:
-        number = int(value)
-    except ValueError:
-        raise InvalidRequest(f"bootstrap_room is no number: {str(value)[:40]!r}") from None
+    # int() would round 7.5 to the room of another request, and takes signs, blanks and underscores
+    if not isinstance(value, int) and not (isinstance(value, str) and _DIGITS.fullmatch(value)):
+        raise InvalidRequest(f"bootstrap_room is no number: {str(value)[:40]!r}")
+    number = int(value)
     if not 0 <= number <= MAX_ROOM:
-        raise InvalidRequest(f"bootstrap_room has more than 64 bits: {number}")
+        raise InvalidRequest(f"bootstrap_room is no number of 64 bits: {str(value)[:40]}")
     return RoomId(number)
 
 
@@ -85,8 +88,9 @@ class RoomTable(Generic[E]):
         self._ended.append(entry.record())
 
     def succeeded(self, room: RoomId) -> bool:
-        """Whether a room is remembered as ended with success."""
-        return any(r["room"] == room and r["state"] == State.SUCCESS for r in self._ended)
+        """Whether a room's last life is remembered as ended with success."""
+        last = next((r for r in reversed(self._ended) if r["room"] == room), None)
+        return last is not None and last["state"] == State.SUCCESS
 
     def ended(self) -> list[dict[str, Any]]:
         """Records of the last ended rooms, oldest first."""

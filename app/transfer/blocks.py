@@ -54,13 +54,16 @@ def plan_blocks(source: Layouts, destination: Layouts, runs: Runs, layers: Itera
         for name, mine in source.items():
             if not mine.spec.holds(layer):
                 continue
-            theirs = destination[name]
+            theirs = destination.get(name)
             item = mine.spec.item_bytes
+            if theirs is None or not theirs.spec.holds(layer) or theirs.spec.item_bytes != item:
+                raise PageMismatch(f"the receiver has no like buffer {name} of layer {layer}", layer=layer)
             for from_page, to_page, count in zip(
                 runs.source.tolist(), runs.destination.tolist(), runs.count.tolist(), strict=True
             ):
-                if to_page + count > theirs.pages:
-                    raise PageMismatch(f"page {to_page + count - 1} of {name} is not of {theirs.pages}")
+                for last, layout in ((from_page + count - 1, mine), (to_page + count - 1, theirs)):
+                    if last >= layout.pages:
+                        raise PageMismatch(f"page {last} of {name} is not of {layout.pages}")
                 blocks.append(
                     Block(mine.address(layer, from_page), theirs.address(layer, to_page), count * item)
                 )

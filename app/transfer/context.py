@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from app.core.ids import RoomId
-from app.errors import KvferryError, TransferFailed
+from app.errors import DeadlineExceeded, KvferryError, TransferFailed
 from app.transfer.base import Batch
 
 
@@ -62,6 +62,7 @@ class ChunkContext:
         self.batches: list[tuple[Destination, Batch]] = []
         self.groups_sent = 0
         self._event_wait = event_wait
+        self._known = frozenset(layers)
         self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group}
         self._missing = [len(group) for group in self.groups]
         self._events: dict[int, Any] = {}
@@ -79,12 +80,17 @@ class ChunkContext:
         return sum(batch.total_bytes for _, batch in self.batches)
 
     @property
+    def fault(self) -> KvferryError | None:
+        """Why this chunk cannot succeed any more, as soon as one of its writes has failed."""
+        return self.error or next((batch.error for _, batch in self.batches if batch.error), None)
+
+    @property
     def submits(self) -> int:
         return len(self.batches)
 
     def note(self, layer: int, event: Any) -> None:
         """A layer has been written. Only its first firing counts; O(1) unless it ends a group."""
-        if self._closed or layer in self._events or layer not in self.layers:
+        if self._closed or layer in self._events or layer not in self._known:
             return
         self._events[layer] = event
         group = self._group_of.get(layer)
@@ -119,37 +125,44 @@ class ChunkContext:
         if self._closed or self.error or not due:
             return
         self._sent.update(due)
+        before = len(self.batches)
         for destination in self.destinations:
             batch = destination.submit(due)
             if batch is not None:
                 self.batches.append((destination, batch))
-        self.groups_sent += 1
+        self.groups_sent += len(self.batches) > before
 
-    async def finish(self) -> int:
+    async def finish(self, *, timeout_s: float | None = None) -> int:
         """Send what is left and wait for every batch. The bytes sent; raises on any failure.
 
-        The caller bounds the time. A second finish sends nothing again.
+        A finish that outlives `timeout_s` is a failure; without it the caller bounds the time. A second
+        finish sends nothing again.
         """
-        while self._worker is not None:
-            await asyncio.shield(self._worker)
-        left = [layer for layer in self.layers if layer not in self._sent]
         try:
-            if self.error is None:
-                if self.per_layer:
-                    await self._send(left)
-                else:
-                    for layer in left:
-                        await self._send([layer])
-            for destination, batch in self.batches:
-                await destination.wait([batch])
+            async with asyncio.timeout(timeout_s) as limit:
+                await self._finish()
         except Exception as error:
-            self._fail(error)
+            late = DeadlineExceeded(f"the chunk was not finished within {timeout_s} s", room=self.room)
+            self._fail(late if limit.expired() else error)
         if self.error:
             self._closed = True
             raise self.error
         if self._closed:
             raise TransferFailed("the chunk was dropped before it finished", room=self.room)
         return self.enqueued_bytes
+
+    async def _finish(self) -> None:
+        while self._worker is not None:
+            await asyncio.shield(self._worker)
+        left = [layer for layer in self.layers if layer not in self._sent]
+        if self.error is None:
+            if self.per_layer:
+                await self._send(left)
+            else:
+                for layer in left:
+                    await self._send([layer])
+        for destination in self.destinations:
+            await destination.wait([batch for to, batch in self.batches if to is destination])
 
     def drop(self, reason: KvferryError) -> None:
         """Submit nothing more. What is in the engine stays there: see `drained`."""

@@ -30,7 +30,7 @@ class RoomFifos:
     def active(self, room: RoomId) -> tuple[ChunkContext, ...]:
         return tuple(self._rooms.get(room, ()))
 
-    async def finish(self, room: RoomId) -> int:
+    async def finish(self, room: RoomId, *, timeout_s: float | None = None) -> int:
         """Pop the room's front chunk and wait for its bytes; 0 when there is none (harmless)."""
         chunks = self._rooms.get(room)
         if not chunks:
@@ -38,7 +38,7 @@ class RoomFifos:
         context = chunks.popleft()
         if not chunks:
             del self._rooms[room]
-        return await context.finish()
+        return await context.finish(timeout_s=timeout_s)
 
     def drop(self, room: RoomId, reason: KvferryError) -> tuple[ChunkContext, ...]:
         """Take all chunks of a room out; the caller awaits each one's `drained` before freeing pages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from app.core.geometry import BufferSpec
 from app.core.ids import MAX_ROOM, Owner
@@ -39,6 +39,14 @@ class BufferPlace(Message):
     base: Address
     layer_stride: Size
     pages: Annotated[int, Field(gt=0, le=MAX_PAGES)]
+
+    @model_validator(mode="after")
+    def _layers_lie_apart(self) -> BufferPlace:
+        if self.layer_stride < self.pages * self.item_bytes:
+            raise ValueError(f"layers of {self.pages * self.item_bytes} bytes lie {self.layer_stride} apart")
+        if self.base + len(self.layer_ids) * self.layer_stride > 2**64:
+            raise ValueError("the buffer ends above the address space")
+        return self
 
     @classmethod
     def of(cls, layout: BufferLayout) -> BufferPlace:
@@ -136,6 +144,8 @@ class Abort(Message):
     """POST /v1/peer/rooms/{room}/abort: give the room up; the answer is the drain acknowledgement."""
 
     instance: Instance | None = None
+    generation: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the slot that was named for the room; 0 when none was. Tells one use of a room from another."""
     slug: Annotated[str, Field(max_length=64)] = "peer-aborted"
     reason: Reason
 

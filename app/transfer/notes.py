@@ -16,7 +16,7 @@ class ForwardNotes:
 
     At a layer's end one event is recorded and one note is queued for every context of this forward; with
     no context it does nothing. `cancelled` is asked at each layer, so that an aborted room stops its
-    forward within one layer.
+    forward within one layer; so does a chunk of which a write has failed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ForwardNotes:
 
     def after_write(self, layer: int, source: Source) -> None:
         self._progress()
-        reason = self._cancelled()
+        reason = self._cancelled() or next((c.fault for c in self._contexts if c.fault), None)
         if reason is not None:
             raise reason
         if not self._contexts:

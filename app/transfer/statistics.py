@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
         return {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
 
     def rank(part: float) -> float:
-        return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+        return ordered[max(math.ceil(part * len(ordered)) - 1, 0)]
 
     return {"p50": rank(0.50), "p95": rank(0.95), "p99": rank(0.99), "max": ordered[-1]}
 
