@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import structlog
 from pydantic import ValidationError
@@ -64,7 +65,7 @@ class Peers:
         self._timeout_s = timeout_s
         self._by_instance: dict[InstanceId, Peer] = {}
         self._by_url: dict[str, Peer] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.handshakes = 0
         self.refused = 0
 
@@ -83,18 +84,21 @@ class Peers:
         known = self._by_url.get(url)
         if known is not None:
             return known
-        async with self._locks.setdefault(url, asyncio.Lock()):
+        # held weakly: a lock lives as long as somebody is in it, so asked urls leave nothing behind
+        lock = self._locks.setdefault(url, asyncio.Lock())
+        async with lock:
             known = self._by_url.get(url)
-            if known is not None:
-                return known
-            answer = await self._client.send(
-                "POST", f"{url}/v1/peer/handshake", self._me(), timeout_s=self._timeout_s
-            )
-            try:
-                introduction = Introduction.model_validate(answer)
-            except ValidationError as error:
-                raise PeerFault(f"{url} introduces itself badly: {error.error_count()} errors") from error
-            return self._accept(introduction, url)
+            return known if known is not None else await self._shake(url)
+
+    async def _shake(self, url: str) -> Peer:
+        answer = await self._client.send(
+            "POST", f"{url}/v1/peer/handshake", self._me(), timeout_s=self._timeout_s
+        )
+        try:
+            introduction = Introduction.model_validate(answer)
+        except ValidationError as error:
+            raise PeerFault(f"{url} introduces itself badly: {error.error_count()} errors") from error
+        return self._accept(introduction, url)
 
     def welcome(self, introduction: Introduction) -> Introduction:
         """Answer a handshake; raises, and changes nothing, when the peer cannot be served."""
