@@ -11,6 +11,7 @@ import uvicorn
 import uvloop
 
 from app.api.app import create_app
+from app.engine.heap import give_back, settle
 from app.errors import SettingsError
 from app.obs.logging import configure_logging
 from app.sections import HttpSettings
@@ -20,6 +21,7 @@ from app.settings import NodeSettings
 log = structlog.get_logger(__name__)
 
 _BACKLOG = 2048
+_IDLE_S = 1.0
 
 
 def bind(http: HttpSettings) -> tuple[socket.socket, bool]:
@@ -53,6 +55,20 @@ def published_url(http: HttpSettings, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
+async def _give_back_when_idle(node: Node) -> None:
+    """Forwards leave freed memory with the C library; a node that has nothing to do does without it."""
+    seen = given = 0
+    while True:
+        await asyncio.sleep(_IDLE_S)
+        if node.draining:
+            return
+        count = node.context.forwards.count
+        if count == seen != given and not node.rooms():
+            await asyncio.to_thread(give_back)
+            given = count
+        seen = count
+
+
 def serve(settings: NodeSettings) -> int:
     """Run a node until it is told to stop; the process's exit status."""
     configure_logging(level=settings.log.level, style=settings.log.format)
@@ -83,6 +99,9 @@ async def _serve(settings: NodeSettings, listener: socket.socket, moved: bool) -
             node.start_error = f"the node did not start: {error}"
             log.error("node.start_failed", reason=str(error), exc_info=error)
             server.should_exit = True
+            return
+        settle()
+        await _give_back_when_idle(node)
 
     starting = asyncio.create_task(start())
     log.info("node.listening", url=node.url, role=settings.role)

@@ -100,6 +100,12 @@ class NodeSettings(BaseSettings):
                 f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive the engine's own timeout "
                 f"(3 x transfer.progress_timeout_s = {self.transfer.progress_timeout_s * 3})"
             )
+        longest_s = self.transfer.deadline_s + self.transfer.late_landing_s
+        if self.deadlines.quarantine_s <= longest_s:
+            raise ValueError(
+                f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive a write: transfer.deadline_s "
+                f"and transfer.late_landing_s are {longest_s:g} together"
+            )
         if self.auth.token is not None and self.auth.token_file is not None:
             raise ValueError("auth.token and auth.token_file are both set: one of them is enough")
         if not _is_loopback(self.http.host) and self.auth.token is None and self.auth.token_file is None:

@@ -14,6 +14,7 @@ from app.service.prefill import PrefillService
 from app.transfer.messages import (
     Abort,
     Accepted,
+    Ahead,
     Complete,
     Destination,
     Drained,
@@ -49,6 +50,10 @@ def peer_router(node: Node, **options: Any) -> APIRouter:
     @router.post("/rooms/{room}/abort", summary="Give a room up; the answer acknowledges the drain")
     async def abort(room: str, message: Abort) -> Drained:
         return await prefill().rooms.abort(parse_room(room), message)
+
+    @router.post("/rooms/{room}/ahead", summary="Prefill says which layers have landed so far")
+    async def ahead(room: str, message: Ahead) -> Told:
+        return await decode().rooms.ahead(parse_room(room), message)
 
     @router.post("/rooms/{room}/complete", summary="Prefill says that every byte has landed")
     async def complete(room: str, message: Complete) -> Told:

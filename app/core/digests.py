@@ -7,7 +7,7 @@ last position, which is where off-by-one faults show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -25,12 +25,19 @@ Bytes3d = npt.NDArray[np.uint8]
 """One buffer's pool: uint8 [layers, pages, item_bytes]."""
 
 
-def items(geometry: CacheGeometry, positions: int, mode: DigestMode) -> Iterator[tuple[BufferSpec, int, int]]:
-    """(buffer, logical layer, position) of every item that the mode checks, in wire order."""
+def items(
+    geometry: CacheGeometry, positions: int, mode: DigestMode, layers: Collection[int] | None = None
+) -> Iterator[tuple[BufferSpec, int, int]]:
+    """(buffer, logical layer, position) of every item that the mode checks, in wire order.
+
+    `layers` leaves the others out; None is all of them.
+    """
     if mode == "off":
         return
     for spec in geometry.buffers:
         for layer in spec.layer_ids:
+            if layers is not None and layer not in layers:
+                continue
             for position in range(positions):
                 chosen = mode == "full" or (layer + position) % SAMPLE_STRIDE == 0
                 if chosen or position == positions - 1:
@@ -42,11 +49,12 @@ def page_digests(
     pools: dict[str, Bytes3d],
     pages: PageArray,
     mode: DigestMode,
+    layers: Collection[int] | None = None,
 ) -> list[int]:
     """xxh3 of each checked item, of the pages at positions 0..len(pages)."""
     return [
         xxhash.xxh3_64_intdigest(pools[spec.name][spec.slot(layer), pages[position]])
-        for spec, layer, position in items(geometry, len(pages), mode)
+        for spec, layer, position in items(geometry, len(pages), mode, layers)
     ]
 
 
@@ -58,12 +66,13 @@ def require_equal_digests(
     positions: int,
     mode: DigestMode,
     room: int,
+    layers: Collection[int] | None = None,
 ) -> None:
     """Corruption, naming buffer, layer and position, unless both lists are equal."""
     if len(sent) != len(landed):
         raise Corruption(f"{len(sent)} digests were sent and {len(landed)} computed", room=room)
     for (spec, layer, position), ours, theirs in zip(
-        items(geometry, positions, mode), landed, sent, strict=True
+        items(geometry, positions, mode, layers), landed, sent, strict=True
     ):
         if ours != theirs:
             raise Corruption(

@@ -7,7 +7,8 @@ word that everything has landed. In between they wait in quarantine for prefill'
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -19,11 +20,11 @@ from app.core.lifecycle import DECODE, Event, Lifecycle, State
 from app.core.pages import pages_for
 from app.core.rooms import RoomTable
 from app.core.slots import SlotRef
-from app.errors import KvferryError, PeerRefused, UnknownRoom
+from app.errors import IllegalTransition, KvferryError, NoCapacity, PeerRefused, UnknownRoom
 from app.service.context import NodeContext
 from app.service.jobs import Job, Request, TokenOut
 from app.transfer.client import error_from_problem
-from app.transfer.messages import Abort, Complete, Drained, Failed, Told
+from app.transfer.messages import Abort, Ahead, Complete, Drained, Failed, Told
 from app.transfer.peers import Peer
 
 log = structlog.get_logger(__name__)
@@ -33,12 +34,19 @@ log = structlog.get_logger(__name__)
 class DecodeJob(Job):
     peer: Peer | None = None
     slot: SlotRef | None = None
+    generation: int = 0
+    """Of the slot, and known after the slot has gone: prefill may repeat its word."""
     first_position: int = 0
     """Positions below it were here already: nothing is received for them."""
     announced: bool = False
     """Prefill may know the pages: a write can land."""
+    delivered: bool = False
+    """Prefill has said that every write has ended: only a retried one may still land, until settled_at_s."""
+    settled_at_s: float = 0.0
+    checked: set[int] = field(default_factory=set)
+    """Layers whose digests have been compared ahead of the end."""
     landed: asyncio.Event = field(default_factory=asyncio.Event)
-    settle_s: float = 0.0
+    """Delivered, and the bytes are those that were sent."""
     stop_requested: bool = False
     """The reader has seen enough: end with success after the step in progress."""
     output: asyncio.Queue[TokenOut | None] = field(default_factory=asyncio.Queue)
@@ -56,47 +64,100 @@ class DecodeRooms:
         self.table: RoomTable[DecodeJob] = RoomTable()
 
     def enter(self, request: Request) -> DecodeJob:
-        """The room of a request. RoomInUse while another request has it."""
+        """The room of a request. RoomInUse while another has it; NoCapacity, told to prefill, when full."""
+        self._require_place(request)
         life = Lifecycle(table=DECODE, state=State.BOOTSTRAPPING)
         job = self.table.open(DecodeJob(room=request.room, life=life, request=request))
         job.peer_url = request.bootstrap_url
         job.phases.mark("received")
         return job
 
+    def _require_place(self, request: Request) -> None:
+        waiting = sum(job.life.state is State.BOOTSTRAPPING for job in self.table)
+        if request.room in self.table or waiting < self.node.settings.limits.queued_requests:
+            return
+        full = NoCapacity(f"{waiting} requests wait already (limits.queued_requests)", room=request.room)
+        self._spawn_abort(request.bootstrap_url, request.room, full)
+        raise full
+
     # ------------------------------------------------------------------ prefill's words
 
+    async def ahead(self, room: RoomId, message: Ahead) -> Told:
+        """Compare what has landed so far, while prefill still computes. Changes nothing once all is there."""
+        job = self._mine(room, message.instance, message.generation)
+        landed = await self._landed_digests(job, message.layers)
+        if landed is not None:
+            self._require_equal(job, message.digests, landed, message.layers)
+            job.checked.update(message.layers)
+        return Told(room=room, accepted=True)
+
     async def complete(self, room: RoomId, message: Complete) -> Told:
-        """Everything has landed. Refused unless it is this room's own prefill and generation."""
-        job = self._mine(room, message.instance)
-        if job.slot is None or message.generation != job.slot.generation:
-            raise PeerRefused(f"generation {message.generation} is not of this room", room=room)
-        if job.life.state is not State.WAITING:
-            if job.landed.is_set():
-                return Told(room=room, accepted=True)
-            raise UnknownRoom(f"room {room} has been given up", room=room)
-        pages = job.prompt_pages(self.node.page_size)[job.first_position :]
-        mode = self.node.settings.transfer.digests
-        try:
-            require_equal_digests(
-                self.node.engine.geometry,
-                message.digests,
-                await self.node.digests(pages),
-                positions=len(pages),
-                mode=mode,
-                room=room,
-            )
-        except KvferryError as error:
-            job.settle_s = message.settle_s
-            job.fail(error)
-            raise
+        """Everything has landed. Refused unless it is this room's own prefill and generation.
+
+        A second time it is accepted and changes nothing: the answer to the first may have been lost.
+        """
+        if room not in self.table and self.table.succeeded(room):
+            return Told(room=room, accepted=True)
+        job = self._mine(room, message.instance, message.generation)
+        every = self.node.engine.geometry.layers
+        layers = every if message.layers is None else message.layers
+        landed = await self._landed_digests(job, layers)
+        if landed is None:
+            return Told(room=room, accepted=True)
+        left = set(every) - set(layers) - job.checked
+        if left:
+            raise PeerRefused(f"no digests were sent of layers {sorted(left)}", room=room)
+        job.delivered = True
+        job.settled_at_s = time.monotonic() + min(message.settle_s, self.node.settings.deadlines.quarantine_s)
+        self._require_equal(job, message.digests, landed, layers)
         job.life.advance(Event.LANDED)
-        if job.life.failing:
-            raise UnknownRoom(f"room {room} has been given up", room=room)
-        job.settle_s = message.settle_s
         job.facts["received_bytes"] = message.sent_bytes
         job.phases.mark("transfer_end")
         job.landed.set()
         return Told(room=room, accepted=True)
+
+    async def _landed_digests(self, job: DecodeJob, layers: Collection[int]) -> list[int] | None:
+        """Digests of what is here of these layers. None when the room has landed, before or meanwhile."""
+        landed: list[int] = []
+        if not job.landed.is_set():
+            self._require_waiting(job)
+            landed = await self.node.digests(self._received(job), layers=layers)
+        if job.landed.is_set():
+            return None
+        # meanwhile the room may have been given up
+        self._require_waiting(job)
+        return landed
+
+    def _require_equal(
+        self, job: DecodeJob, sent: Sequence[int], landed: Sequence[int], layers: Collection[int]
+    ) -> None:
+        """Corruption, which fails the room, unless these are the bytes that were sent."""
+        try:
+            require_equal_digests(
+                self.node.engine.geometry,
+                sent,
+                landed,
+                positions=len(self._received(job)),
+                mode=self.node.settings.transfer.digests,
+                room=job.room,
+                layers=layers,
+            )
+        except KvferryError as error:
+            job.fail(error)
+            raise
+
+    def _received(self, job: DecodeJob) -> PageArray:
+        return job.prompt_pages(self.node.page_size)[job.first_position :]
+
+    @staticmethod
+    def _require_waiting(job: DecodeJob) -> None:
+        """UnknownRoom for a room that has failed; any other state that does not wait fails it here and now."""
+        if job.life.state is State.WAITING:
+            return
+        stray = IllegalTransition(f"landed in state {job.life.state}", room=job.room)
+        if job.fail(stray):
+            raise stray
+        raise UnknownRoom(f"room {job.room} has been given up", room=job.room)
 
     async def failed(self, room: RoomId, message: Failed) -> Told:
         """The prefill leg has failed: so has this one, with the same reason."""
@@ -104,10 +165,12 @@ class DecodeRooms:
         problem = {"type": f"urn:kvferry:problem:{message.slug}", "detail": message.reason, "room": room}
         return Told(room=room, accepted=job.fail(error_from_problem(502, problem, job.peer_url)))
 
-    def _mine(self, room: RoomId, instance: str) -> DecodeJob:
+    def _mine(self, room: RoomId, instance: str, generation: int | None = None) -> DecodeJob:
         job = self.table.get(room)
         if job.peer is None or job.peer.instance != instance:
             raise PeerRefused(f"instance {instance} is not the prefill of room {room}", room=room)
+        if generation is not None and generation != job.generation:
+            raise PeerRefused(f"generation {generation} is not of this room", room=room)
         return job
 
     # ------------------------------------------------------------------ going
@@ -115,17 +178,16 @@ class DecodeRooms:
     def leave(self, job: DecodeJob) -> None:
         """Called once, when the room's coroutine has ended."""
         reason = job.life.reason
-        if reason is not None and job.announced and not job.landed.is_set():
+        if reason is not None and job.announced and not job.delivered:
             for_s = self.node.settings.deadlines.quarantine_s
             release = self._hold(job, "awaiting drain acknowledgement", for_s)
             self.node.spawn(self._abort_and_drain(job, reason, release), f"abort {job.room}")
-        elif job.settle_s > 0:
-            self._hold(job, "a retried write may still land", job.settle_s)
+        elif (left := job.settled_at_s - time.monotonic()) > 0:
+            self._hold(job, "a retried write may still land", left)
         else:
             if reason is not None and not job.announced:
-                self.node.spawn(self._tell_abort_only(job, reason), f"abort {job.room}")
+                self._spawn_abort(job.peer_url, job.room, reason)
             self._free(job)
-        job.output.put_nowait(None)
 
     def _hold(self, job: DecodeJob, why: str, for_s: float) -> Callable[[], bool]:
         return self.node.hold(job.room, why, job.pages, lambda: self._free(job), for_s)
@@ -149,24 +211,33 @@ class DecodeRooms:
     async def _abort_and_drain(
         self, job: DecodeJob, reason: KvferryError, release: Callable[[], bool]
     ) -> None:
-        answer = await tell_abort(self.node, job.peer_url, job.room, reason)
+        answer = await tell_abort(self.node, job.peer_url, job.room, reason, generation=job.generation)
         if answer is not None and answer.drained:
             release()
         else:
             log.warning("room.quarantined", room=job.room, peer=job.peer_url)
 
-    async def _tell_abort_only(self, job: DecodeJob, reason: KvferryError) -> None:
-        await tell_abort(self.node, job.peer_url, job.room, reason)
+    def _spawn_abort(self, url: str, room: RoomId, reason: KvferryError) -> None:
+        """Tell prefill; nobody waits for the answer."""
+
+        async def tell() -> None:
+            await tell_abort(self.node, url, room, reason)
+
+        self.node.spawn(tell(), f"abort {room}")
 
 
-async def tell_abort(node: NodeContext, url: str, room: RoomId, reason: KvferryError) -> Drained | None:
+async def tell_abort(
+    node: NodeContext, url: str, room: RoomId, reason: KvferryError, *, generation: int = 0
+) -> Drained | None:
     """Tell a prefill node that a room is given up. None when it does not answer.
 
     Its answer is the drain acknowledgement, so this may take as long as a write takes to end.
     """
     if not url:
         return None
-    message = Abort(instance=node.instance, slug=reason.slug, reason=reason.message[:2000])
+    message = Abort(
+        instance=node.instance, generation=generation, slug=reason.slug, reason=reason.message[:2000]
+    )
     timeout_s = node.settings.deadlines.drain_s + node.settings.deadlines.message_s
     try:
         answer = await node.client.send(

@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio
 import torch
 
-from app.errors import DeadlineExceeded, NoCapacity
+from app.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
@@ -22,16 +22,18 @@ class Forwards:
 
     A forward cannot be cancelled from outside: `run` returns only when the thread has, so pages are
     never freed under a running forward. An aborted room ends its forward through its layer hooks.
+
+    The queue has no limit of its own: whoever asks for a turn holds pages already, and refusing it would
+    make an admitted request pay for the arrivals after it.
     """
 
-    def __init__(self, *, threads: int, stall_s: float, max_waiting: int) -> None:
+    def __init__(self, *, threads: int, stall_s: float) -> None:
         # torch keeps the thread count per thread; equal counts are what makes equal bits
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="kvferry-forward", initializer=torch.set_num_threads, initargs=(threads,)
         )
         self._turn = asyncio.Lock()
         self._stall_s = stall_s
-        self._max_waiting = max_waiting
         self._progress_s = 0.0
         self._running = False
         self.waiting = 0
@@ -40,8 +42,6 @@ class Forwards:
     @asynccontextmanager
     async def turn(self, *, timeout_s: float) -> AsyncIterator[None]:
         """The forward thread, in order of asking. DeadlineExceeded when the turn does not come."""
-        if self.waiting >= self._max_waiting:
-            raise NoCapacity(f"{self.waiting} requests wait for a forward already")
         self.waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -57,13 +57,11 @@ class Forwards:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run on the forward thread and wait for its end, whatever happens to the caller."""
-        loop = asyncio.get_running_loop()
-        self._running = True
         self.progress()
-        future = loop.run_in_executor(self._thread, work)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        self._running = True
         try:
-            with anyio.CancelScope(shield=True):
-                await asyncio.wait([future])
+            await _end_of(future)
             return future.result()
         finally:
             self._running = False
@@ -80,3 +78,17 @@ class Forwards:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def _end_of(future: asyncio.Future[T]) -> None:
+    """Wait for a thread's work. A cancellation is raised after that: neither a scope's nor the task's own."""
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        future.exception()  # seen: the caller hears of the cancellation instead
+        raise cancelled

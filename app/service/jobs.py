@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,7 @@ from app.core.ids import PageArray, RoomId
 from app.core.lifecycle import Lifecycle
 from app.core.phases import Phases
 from app.engine.sampling import Sampling
-from app.errors import KvferryError
+from app.errors import DeadlineExceeded, KvferryError
 from app.obs.logging import log_once
 
 log = structlog.get_logger(__name__)
@@ -68,6 +70,19 @@ class Job:
         log_once(log, "room.failed", reason, room=self.room, peer=self.peer_url or None)
         self.scope.cancel()
         return True
+
+    @contextmanager
+    def deadline(self, seconds: float, what: str) -> Iterator[None]:
+        """Fail the room when the block outlives `seconds`.
+
+        A timeout around an await cannot end a running forward; a failed room does, at its next layer.
+        """
+        late = DeadlineExceeded(f"{what} {seconds} s", room=self.room)
+        timer = asyncio.get_running_loop().call_later(seconds, self.fail, late)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def record(self) -> dict[str, Any]:
         """Plain values for GET /rooms."""

@@ -20,9 +20,18 @@ from app.core.pages import pages_for, slice_positions
 from app.engine.base import ForwardStep
 from app.engine.local import combined_digest, logits_digest
 from app.engine.sampling import Sampler
-from app.errors import ClientGone, DeadlineExceeded, InvalidRequest, KvferryError, PromptTooLong
+from app.errors import (
+    ClientGone,
+    Corruption,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvferryError,
+    NoCapacity,
+    PromptTooLong,
+    UnknownRoom,
+)
 from app.service.context import NodeContext
-from app.service.handover import send_metadata, tell_complete
+from app.service.handover import send_metadata, tell_ahead, tell_complete
 from app.service.jobs import Request, TokenOut
 from app.service.prefill_rooms import PrefillJob, PrefillRooms
 from app.service.sender import PageSender
@@ -45,6 +54,7 @@ class PrefillService:
         layers = node.engine.geometry.layers
         per_layer = settings.mode == "per_layer"
         self._groups = plan_groups(layers, settings.group_layers, taper=settings.taper) if per_layer else ()
+        self._ahead = len(self._groups) > 1 and settings.digests != "off"
 
     async def run(self, job: PrefillJob) -> None:
         """Serve an entered room to its end; its outcome is in the job's lifecycle. Never raises."""
@@ -62,8 +72,10 @@ class PrefillService:
             finally:
                 if not job.life.ended:
                     job.fail(ClientGone("the request was cancelled", room=job.room))
-                self.rooms.leave(job)
-                job.answered.set()
+                try:
+                    self.rooms.leave(job)
+                finally:
+                    job.answered.set()
             log.debug("prefill.ended", **job.record())
 
     async def _serve(self, job: PrefillJob, request: Request) -> None:
@@ -80,14 +92,14 @@ class PrefillService:
         wanted = pages_for(len(request.prompt), self.node.page_size)
         job.pages = await self.node.gate.take(wanted, timeout_s=limits.queue_s)
         async with self.node.forwards.turn(timeout_s=limits.queue_s):
+            job.staging = self.node.slots.take(job.room)
+            if job.staging is None:
+                raise NoCapacity("no metadata slot is free (cache.slots)", room=job.room)
             job.life.advance(Event.ADMIT)
             job.phases.mark("admitted")
             registered = self._register(job, request, peer, target)
-            try:
-                async with asyncio.timeout(limits.forward_s):
-                    await self._forward(job, request, registered)
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"the forward outlived {limits.forward_s} s") from error
+            with job.deadline(limits.forward_s, "the forward outlived deadlines.forward_s:"):
+                await self._forward(job, request, registered, peer)
         await self._finish(job, peer)
 
     def _check(self, request: Request) -> None:
@@ -130,17 +142,22 @@ class PrefillService:
             registered.append((plan, context))
         return registered
 
-    async def _forward(self, job: PrefillJob, request: Request, registered: Registered) -> None:
+    async def _forward(self, job: PrefillJob, request: Request, registered: Registered, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
         job.phases.mark("forward_start")
         for plan, context in registered:
+            reason = job.stop_reason()
+            if reason is not None:
+                raise reason
             notes = ForwardNotes(
                 loop,
                 [context],
                 self.node.bridge.record,
-                cancelled=lambda: job.life.reason,
+                cancelled=job.stop_reason,
                 progress=self.node.forwards.progress,
             )
+            if plan.is_last and self._ahead:
+                self.node.spawn(self._tell_ahead(job, peer, context), f"ahead {job.room}")
             job.first = await self.node.forwards.run(partial(self._compute, job, request, plan, notes))
             if not plan.is_last:
                 self.node.spawn(self._finish_chunk(job), f"chunk {job.room}:{plan.start}")
@@ -164,6 +181,39 @@ class PrefillService:
         digest = logits_digest(logits) if self.node.settings.trace else None
         return TokenOut(token=token, log_probability=log_probability, logits=digest)
 
+    async def _send_rest(self, job: PrefillJob, peer: Peer) -> None:
+        """Flush and await every chunk, then the slot. Bounded here too: a wedged engine keeps no deadline."""
+        limits = self.node.settings.transfer
+        longest_s = limits.deadline_s + limits.late_landing_s
+        try:
+            async with asyncio.timeout(longest_s):
+                job.metadata = send_metadata(self.node, job, peer)
+                while await self.rooms.fifos.finish(job.room) or self.rooms.fifos.active(job.room):
+                    pass
+                for context in job.contexts:
+                    await context.finish()
+                await self.node.transfer.wait([job.metadata])
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the engine gave no answer within {longest_s:g} s") from error
+
+    async def _tell_ahead(self, job: PrefillJob, peer: Peer, context: ChunkContext) -> None:
+        try:
+            await tell_ahead(self.node, job, peer, context)
+        except Corruption as error:
+            job.given_up = True
+            job.fail(error)
+        except KvferryError as error:
+            log.debug("ahead.not_told", room=job.room, reason=error.message)
+
+    async def _tell_complete(
+        self, job: PrefillJob, peer: Peer, digests: list[int], layers: list[int]
+    ) -> None:
+        try:
+            await tell_complete(self.node, job, peer, digests, layers)
+        except (UnknownRoom, Corruption):
+            job.given_up = True  # decode has said so itself
+            raise
+
     async def _finish_chunk(self, job: PrefillJob) -> None:
         """Wait for a chunk's bytes beside the next chunk's forward."""
         try:
@@ -175,17 +225,10 @@ class PrefillService:
         """Wait for every byte and the slot, then tell decode."""
         assert job.pages is not None and job.destination is not None
         sent = job.pages[job.destination.first_position :]
-        digests = asyncio.ensure_future(self.node.digests(sent))
+        layers = [layer for layer in self.node.engine.geometry.layers if layer not in job.compared]
+        digests = asyncio.ensure_future(self.node.digests(sent, layers=layers))
         try:
-            metadata = send_metadata(self.node, job, peer)
-            try:
-                while await self.rooms.fifos.finish(job.room) or self.rooms.fifos.active(job.room):
-                    pass
-                for context in job.contexts:
-                    await context.finish()
-                await self.node.transfer.wait([metadata.batch])
-            finally:
-                metadata.end()
+            await self._send_rest(job, peer)
             job.phases.mark("transfer_end")
             job.life.advance(Event.LANDED)
             job.facts |= {
@@ -193,7 +236,7 @@ class PrefillService:
                 "groups": sum(c.groups_sent for c in job.contexts),
                 "chunks": len(job.contexts),
             }
-            await tell_complete(self.node, job, peer, await digests)
+            await self._tell_complete(job, peer, await digests, layers)
         finally:
             digests.cancel()
         job.phases.mark("told")

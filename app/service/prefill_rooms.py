@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 import structlog
@@ -16,6 +17,7 @@ from app.core.ids import PageArray, RoomId
 from app.core.lifecycle import PREFILL, Event, Lifecycle, State
 from app.core.pages import as_pages, destination_pages
 from app.core.rooms import RoomTable
+from app.core.slots import SLOT_BYTES, SlotRef
 from app.errors import (
     DeadlineExceeded,
     KvferryError,
@@ -29,11 +31,14 @@ from app.errors import (
 from app.service.context import NodeContext
 from app.service.jobs import Job, Request, TokenOut
 from app.service.tombstones import Tombstones
+from app.transfer.base import Batch, TransferEngine
 from app.transfer.context import ChunkContext
 from app.transfer.fifo import RoomFifos
 from app.transfer.messages import Abort, Accepted, Destination, Drained, Failed
 
 log = structlog.get_logger(__name__)
+
+_REMEMBER = 1024
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,10 +49,49 @@ class PrefillJob(Job):
     parked_at_s: float = 0.0
     contexts: list[ChunkContext] = field(default_factory=list)
     first: TokenOut | None = None
+    compared: frozenset[int] = frozenset()
+    """Layers that decode has compared already."""
+    staging: SlotRef | None = None
+    """Where the metadata record lies until its write can no longer read it."""
+    metadata: Batch | None = None
+    given_up: bool = False
+    """By decode itself, which needs no word from here."""
+    proven: bool = False
+    """Nothing of the room can land any more. Stays False when its hold ended by its deadline."""
 
     @property
     def sent_bytes(self) -> int:
         return sum(c.enqueued_bytes for c in self.contexts)
+
+    @property
+    def key(self) -> tuple[str, int] | None:
+        """Which use of the room this is: decode's instance and its slot's generation."""
+        return None if self.destination is None else (self.destination.instance, self.destination.generation)
+
+    def fail(self, reason: KvferryError) -> bool:
+        """As for every job; nothing more is submitted from here on, even while a forward still runs."""
+        if not super().fail(reason):
+            return False
+        for context in self.contexts:
+            context.drop(reason)
+        return True
+
+    def stop_reason(self) -> KvferryError | None:
+        """Why the forward should end: the room has failed, or a write has. Asked on the forward thread."""
+        faults = (context.fault for context in tuple(self.contexts))
+        return self.life.reason or next((fault for fault in faults if fault is not None), None)
+
+    def settled_at_s(self) -> float:
+        """Monotonic time before which a late landing of a retried write cannot be ruled out."""
+        metadata = 0.0 if self.metadata is None else self.metadata.settled_at_s
+        return max([metadata, *(c.settled_at_s() for c in self.contexts)])
+
+    async def drained(self, engine: TransferEngine) -> None:
+        """Return when nothing of this room, its metadata included, can land any more."""
+        for context in self.contexts:
+            await context.drained()
+        if self.metadata is not None:
+            await engine.settle([self.metadata])
 
 
 class PrefillRooms:
@@ -56,14 +100,20 @@ class PrefillRooms:
         self.table: RoomTable[PrefillJob] = RoomTable()
         self.fifos = RoomFifos()
         self.tombstones = Tombstones(node.settings.deadlines.tombstone_s)
+        self._served: deque[tuple[str, int]] = deque(maxlen=_REMEMBER)
+        self._unproven: deque[RoomId] = deque(maxlen=_REMEMBER)
 
     # ------------------------------------------------------------------ coming
 
     def enter(self, request: Request) -> PrefillJob:
-        """The room of a request, joined with decode's pages when those came first."""
+        """The room of a request, joined with decode's pages when those came first.
+
+        NoCapacity when the queue is full; decode's pages are then refused with the same reason.
+        """
         self.tombstones.require_alive(request.room)
         job = self.table.find(request.room)
         if job is None:
+            self._require_place(request.room)
             life = Lifecycle(table=PREFILL, state=State.BOOTSTRAPPING)
             job = self.table.open(PrefillJob(room=request.room, life=life))
         elif job.life.state is State.PARKED:
@@ -73,6 +123,13 @@ class PrefillRooms:
         job.request = request
         job.phases.mark("received")
         return job
+
+    def _require_place(self, room: RoomId) -> None:
+        waiting = sum(job.life.state in (State.BOOTSTRAPPING, State.WAITING) for job in self.table)
+        if waiting >= self.node.settings.limits.queued_requests:
+            full = NoCapacity(f"{waiting} requests wait already (limits.queued_requests)", room=room)
+            self.tombstones.set(room, full)
+            raise full
 
     def destine(self, room: RoomId, message: Destination) -> Accepted:
         """Decode names its pages. Refused with the room's reason when it has ended already."""
@@ -86,7 +143,15 @@ class PrefillRooms:
         most = min(layout.pages for layout in peer.layouts[0].values())
         if len(pages) and int(pages.max()) >= most:
             raise PageMismatch(f"page {int(pages.max())} is not of the peer's {most}", room=room)
+        slots = peer.rank.slots_bytes // SLOT_BYTES
+        if message.slot >= slots:
+            raise PageMismatch(f"metadata slot {message.slot} is not of the peer's {slots}", room=room)
         job = self.table.find(room)
+        if job is not None and job.life.reason is not None:
+            raise job.life.reason
+        if (message.instance, message.generation) in self._served:
+            # the same word once more, late: never the pages of a later use of the number
+            return Accepted(room=room, state=str(State.SUCCESS))
         if job is None:
             job = self._park(room)
         elif job.destination == message:
@@ -99,7 +164,7 @@ class PrefillRooms:
             try:
                 self.target(job)
             except PageMismatch as error:
-                job.fail(error)
+                job.given_up = job.fail(error)  # decode hears of it by this very answer
                 raise
             job.life.advance(Event.DESTINATION)
         job.wanted.set()
@@ -137,20 +202,25 @@ class PrefillRooms:
     async def abort(self, room: RoomId, message: Abort) -> Drained:
         """Give a room up; returns when nothing of it is in flight, or says that it could not be proven."""
         reason = PeerAborted(message.reason, room=room)
+        key = (message.instance or "", message.generation)
         job = self.table.find(room)
         if job is None:
-            if not self.table.succeeded(room):
+            if key not in self._served:
                 self.tombstones.set(room, reason)
+            return Drained(room=room, drained=room not in self._unproven, known=False)
+        if job.key != key and (key in self._served or (message.generation and job.key is not None)):
+            # of an earlier use of the number, which had ended before this one could begin
             return Drained(room=room, drained=True, known=False)
-        job.fail(reason)
-        if job.request is None:
-            self.leave(job)
+        if job.fail(reason):
+            job.given_up = True
+            if job.request is None:
+                self.leave(job)
         try:
             async with asyncio.timeout(self.node.settings.deadlines.drain_s):
                 await job.ended.wait()
         except TimeoutError:
             return Drained(room=room, drained=False, known=True)
-        return Drained(room=room, drained=True, known=True)
+        return Drained(room=room, drained=job.proven, known=True)
 
     def expire_parked(self, now_s: float) -> None:
         """End the rooms whose request never came."""
@@ -165,13 +235,13 @@ class PrefillRooms:
         self.fifos.drop(job.room, job.life.reason or PeerAborted("the room ended", room=job.room))
         reason = job.life.reason
         if reason is not None:
-            for context in job.contexts:
-                context.drop(reason)
             self.tombstones.set(job.room, reason)
-            if job.destination is not None and not isinstance(reason, PeerAborted):
+            if job.destination is not None and not job.given_up:
                 self.node.spawn(self._tell_failed(job, reason), f"failed {job.room}")
-        unsettled = max((c.settled_at_s() for c in job.contexts), default=0.0) > time.monotonic()
-        if reason is None and not unsettled:
+        elif job.key is not None:
+            self._served.append(job.key)
+        if reason is None and job.settled_at_s() <= time.monotonic():
+            job.proven = True
             self._free(job)
             return
         release = self.node.hold(
@@ -183,8 +253,8 @@ class PrefillRooms:
         )
 
         async def drain() -> None:
-            for context in job.contexts:
-                await context.drained()
+            await job.drained(self.node.transfer)
+            job.proven = True
             release()
 
         self.node.spawn(drain(), f"drain {job.room}")
@@ -192,6 +262,10 @@ class PrefillRooms:
     def _free(self, job: PrefillJob) -> None:
         if job.pages is not None:
             self.node.gate.give(job.pages)
+        if job.staging is not None:
+            self.node.slots.release(job.staging)
+        if not job.proven:
+            self._unproven.append(job.room)
         if job.life.failing:
             job.life.advance(Event.DRAINED)
         job.phases.mark("finished")

@@ -70,6 +70,7 @@ class ChunkContext:
         self._ready: asyncio.Queue[int] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._closed = False
+        self._nearly = asyncio.Event()
 
     @property
     def key(self) -> tuple[RoomId, int]:
@@ -131,6 +132,19 @@ class ChunkContext:
             if batch is not None:
                 self.batches.append((destination, batch))
         self.groups_sent += len(self.batches) > before
+        if len(self.groups) > 1 and len(self._sent) >= len(self.layers) - len(self.groups[-1]):
+            self._nearly.set()
+
+    async def nearly_sent(self) -> tuple[int, ...]:
+        """Wait until no more than the last group is missing, and for those bytes: the layers that landed.
+
+        Nothing when the chunk has ended otherwise. Never returns in monolithic mode or with one group.
+        """
+        await self._nearly.wait()
+        layers, batches = tuple(sorted(self._sent)), list(self.batches)
+        for destination, batch in batches:
+            await destination.wait([batch])
+        return () if self._closed or self.error else layers
 
     async def finish(self, *, timeout_s: float | None = None) -> int:
         """Send what is left and wait for every batch. The bytes sent; raises on any failure.
@@ -168,6 +182,7 @@ class ChunkContext:
         """Submit nothing more. What is in the engine stays there: see `drained`."""
         self._closed = True
         self.error = self.error or reason
+        self._nearly.set()
 
     async def drained(self) -> None:
         """Return when nothing of this chunk can land any more."""

@@ -122,13 +122,32 @@ class Accepted(Message):
     state: str
 
 
+Digests = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**64)], ...], Field(max_length=1 << 22)]
+Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**20)], ...], Field(max_length=4096)]
+
+
+class Ahead(Message):
+    """POST /v1/peer/rooms/{room}/ahead: these layers have landed; later ones are still being computed.
+
+    Their digests are compared beside the rest of the forward, so that only the last group's are left to
+    compare after it. It promises nothing: `Complete` alone says that everything is there.
+    """
+
+    instance: Instance
+    generation: Annotated[int, Field(ge=1, lt=2**63)]
+    layers: Annotated[Layers, Field(min_length=1)]
+    digests: Digests = ()
+
+
 class Complete(Message):
     """POST /v1/peer/rooms/{room}/complete: every byte has landed, slot included."""
 
     instance: Instance
     generation: Annotated[int, Field(ge=1, lt=2**63)]
     sent_bytes: Size
-    digests: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**64)], ...], Field(max_length=1 << 22)] = ()
+    digests: Digests = ()
+    layers: Layers | None = None
+    """The layers of these digests: those that were not compared ahead. None: all."""
     settle_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
 
 

@@ -21,6 +21,7 @@ PEER_ROUTES = (
     ("POST", "/v1/peer/handshake"),
     ("PUT", "/v1/peer/rooms/1"),
     ("POST", "/v1/peer/rooms/1/abort"),
+    ("POST", "/v1/peer/rooms/1/ahead"),
     ("POST", "/v1/peer/rooms/1/complete"),
     ("POST", "/v1/peer/rooms/1/failed"),
 )
