@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
+# forwards of tests and demonstration share their cores with nodes: sleep instead of spinning
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup demo test check bench clean
 
