@@ -6,6 +6,8 @@ The exit status is 1 when a target is missed and 2 when something could not be m
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,4 +73,8 @@ def main(
 
 
 if __name__ == "__main__":
+    # told to end: as if interrupted, so that nodes and other processes are stopped first. In the background
+    # a shell starts us with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     sys.exit(main())

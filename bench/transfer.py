@@ -26,7 +26,7 @@ class Options:
 
 def options(flags: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(prog="python -m bench transfer", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=5, help="requests of each mode and chunking")
+    parser.add_argument("--pairs", type=int, default=7, help="requests of each mode and chunking")
     parser.add_argument("--runs", type=int, default=25, help="64 MiB runs of each shape")
     parser.add_argument("--part", choices=_PARTS, help="only this part (exposed has the memory rows)")
     known = parser.parse_args(list(flags))
