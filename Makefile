@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE := 1
 # forwards of tests and demonstration share their cores with nodes: sleep instead of spinning
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench sanitize clean
 
 setup:
 	@PYTHON=$(PYTHON) scripts/setup.sh
@@ -27,5 +27,8 @@ check: setup
 bench: setup
 	@$(RUN) -m bench transfer
 
+sanitize: setup
+	@scripts/sanitize.sh $(VENV)/bin
+
 clean:
-	rm -rf $(VENV) bench/results
+	rm -rf $(VENV) build bench/results

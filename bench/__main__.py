@@ -36,7 +36,19 @@ def _transfer(flags: Sequence[str]) -> Report:
         return run(chosen, progress)
 
 
+def _core(flags: Sequence[str]) -> Report:
+    from bench.core import options, run
+
+    chosen = options(flags)
+    with progress_bars(Console(stderr=True)) as progress:
+        return run(chosen, progress)
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
+    "core": Benchmark(
+        summary="allocators, prefix tree, page plans and page copies against their peers",
+        run=_core,
+    ),
     "transfer": Benchmark(
         summary="exposed transfer time, goodput against a plain socket, resident memory of the nodes",
         run=_transfer,

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_SCALES = {"ms": 1e3, "MB": 1e-6, "GB/s": 1e-9}
-Unit = Literal["ms", "MB", "GB/s"]
+_SCALES = {"us": 1e6, "ms": 1e3, "MB": 1e-6, "GB/s": 1e-9, "runs": 1}
+_SAMPLED = {"us": "s", "ms": "s", "MB": "B", "GB/s": "B/s", "runs": "runs"}
+Unit = Literal["us", "ms", "MB", "GB/s", "runs"]
 """Samples are in seconds, bytes and bytes a second; these are for showing them."""
 
 
@@ -62,8 +63,15 @@ class Row:
     def holds(self) -> bool:
         return self.target.keeps(self.value)
 
+    @property
+    def verdict(self) -> str:
+        return "[green]yes[/]" if self.holds else "[red]NO[/]"
+
     def shown(self, samples: Sequence[float]) -> str:
         return f"{median(samples) * _SCALES[self.unit]:.4g} {self.unit}"
+
+    def shown_other(self) -> str:
+        return self.shown(self.other)
 
     def shown_target(self) -> str:
         sign = "<=" if self.target.bound == "at most" else ">="
@@ -79,7 +87,7 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         return {
             "work": self.work,
-            "unit": {"ms": "s", "MB": "B", "GB/s": "B/s"}[self.unit],
+            "unit": _SAMPLED[self.unit],
             "ours": {"median": median(self.ours), "samples": list(self.ours)},
             "other": {"median": median(self.other), "samples": list(self.other)},
             "ratio": self.ratio,
@@ -113,14 +121,13 @@ class Report:
             table.add_column(name, justify="right")
         table.add_column("holds")
         for row in self.rows:
-            verdict = "[green]yes[/]" if row.holds else "[red]NO[/]"
             table.add_row(
                 row.work,
                 row.shown(row.ours),
-                row.shown(row.other),
+                row.shown_other(),
                 row.shown_value(),
                 row.shown_target(),
-                verdict,
+                row.verdict,
             )
         console.print(table)
 

@@ -2,11 +2,16 @@
 
 Every rank computes the same answer from the prompt's page count alone, so it does not depend on how the
 prompt is chunked. A rank's part is one range of positions: filtering a chunk is then two comparisons
-and a slice, whatever the chunk's length.
+and a slice, whatever the chunk's length. Pages that are owned one by one (`page_owners` of a node) take a pass
+over the owners.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from app import _native
 from app.core.ids import PageArray
 from app.errors import BadInput
 
@@ -22,6 +27,18 @@ def rank_positions(total_pages: int, rank: int, ranks: int) -> range:
 
 def owned(pages: PageArray, first_position: int, mine: range) -> tuple[PageArray, int]:
     """The pages of a chunk that lie in `mine`, as a view, and the position of the first of them."""
-    low = max(mine.start - first_position, 0)
-    high = max(min(mine.stop - first_position, len(pages)), low)
+    # comparisons, not min and max: this runs once for each chunk and rank
+    low = mine.start - first_position
+    if low < 0:
+        low = 0
+    high = mine.stop - first_position
+    if high < low:
+        high = low
     return pages[low:high], first_position + low
+
+
+def owned_by(
+    pages: PageArray, owners: npt.NDArray[np.int8], rank: int, first_position: int = 0
+) -> tuple[PageArray, PageArray]:
+    """The pages of which `rank` is the owner, and their absolute positions; owners[i] is that of pages[i]."""
+    return _native.owned_by(pages, owners, rank, first_position)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from app import _native
 from app.core.ids import PageArray
 from app.core.pages import require_equal_counts
 
@@ -29,9 +28,5 @@ class Runs:
 def coalesce(source: PageArray, destination: PageArray) -> Runs:
     """Merge neighbours where both sides step by one. PageMismatch on unequal lengths."""
     require_equal_counts(source, destination)
-    if not len(source):
-        return Runs(source=source, destination=destination, count=source)
-    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(destination) != 1)) + 1
-    starts = np.concatenate(([0], breaks)).astype(np.int64)
-    count = np.diff(np.append(starts, len(source))).astype(np.int64)
-    return Runs(source=source[starts], destination=destination[starts], count=count)
+    first, to, count = _native.coalesce(source, destination)
+    return Runs(source=first, destination=to, count=count)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core.geometry import BufferSpec
+from app.core.plans import Term, plan_addresses
 from app.core.runs import Runs
 from app.errors import PageMismatch
 from app.transfer.base import Block, Region
@@ -49,7 +50,7 @@ def require_same_buffers(ours: Layouts, theirs: Layouts) -> None:
 
 def plan_blocks(source: Layouts, destination: Layouts, runs: Runs, layers: Iterable[int]) -> list[Block]:
     """Blocks that copy `runs` of every buffer of the given layers."""
-    blocks: list[Block] = []
+    terms: list[Term] = []
     for layer in layers:
         for name, mine in source.items():
             if not mine.spec.holds(layer):
@@ -58,16 +59,15 @@ def plan_blocks(source: Layouts, destination: Layouts, runs: Runs, layers: Itera
             item = mine.spec.item_bytes
             if theirs is None or not theirs.spec.holds(layer) or theirs.spec.item_bytes != item:
                 raise PageMismatch(f"the receiver has no like buffer {name} of layer {layer}", layer=layer)
-            for from_page, to_page, count in zip(
-                runs.source.tolist(), runs.destination.tolist(), runs.count.tolist(), strict=True
-            ):
-                for last, layout in ((from_page + count - 1, mine), (to_page + count - 1, theirs)):
-                    if last >= layout.pages:
-                        raise PageMismatch(f"page {last} of {name} is not of {layout.pages}")
-                blocks.append(
-                    Block(mine.address(layer, from_page), theirs.address(layer, to_page), count * item)
-                )
-    return blocks
+            ends = mine.address(layer, 0), theirs.address(layer, 0)
+            terms.append(Term(name, *ends, item, mine.pages, theirs.pages))
+    plan = plan_addresses(terms, runs)
+    return list(
+        map(
+            Block._make,
+            zip(plan.source.tolist(), plan.destination.tolist(), plan.length.tolist(), strict=True),
+        )
+    )
 
 
 def total_bytes(blocks: Sequence[Block]) -> int:

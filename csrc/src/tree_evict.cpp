@@ -1,0 +1,182 @@
+// Eviction: least recently used first, children before parents, never a held node.
+#include <algorithm>
+
+#include "kvferry/errors.hpp"
+#include "kvferry/tree.hpp"
+
+namespace kvferry {
+
+// What is still missing: a number of pages, or one for each lane.
+struct PrefixTree::Demand {
+  std::int64_t pages = 0;
+  std::vector<std::int64_t> lanes;  // empty: any lane will do
+
+  bool met() const {
+    return lanes.empty() ? pages <= 0 : std::all_of(lanes.begin(), lanes.end(), [](auto n) { return n <= 0; });
+  }
+  bool wants(std::int8_t owner) const { return lanes.empty() || lanes[static_cast<std::size_t>(owner)] > 0; }
+  bool wants(const Node* node) const {
+    return std::any_of(node->owners.begin(), node->owners.end(), [this](auto o) { return wants(o); });
+  }
+  void receive(std::int8_t owner) {
+    --pages;
+    if (!lanes.empty()) {
+      --lanes[static_cast<std::size_t>(owner)];
+    }
+  }
+};
+
+// How many leading pages of the node can stay: those behind them meet the demand, or these are of no use to it.
+std::size_t PrefixTree::surplus(const Node* node, const Demand& demand) const {
+  const std::size_t count = node->page_count();
+  if (demand.lanes.empty()) {
+    return count - std::min(count, static_cast<std::size_t>(std::max<std::int64_t>(demand.pages, 0)));
+  }
+  Demand left = demand;
+  std::size_t keep = count;
+  for (std::size_t i = count; i-- > 0 && !left.met();) {
+    keep = left.wants(node->owners[i]) ? i : keep;
+    left.receive(node->owners[i]);
+  }
+  return keep;
+}
+
+// Takes the pages of one tier from page `keep` on. Where nothing else is left of them the node gets shorter
+// (under a new id: whoever remembers the old one has to match again), or goes.
+void PrefixTree::drop(Node* node, Tier tier, std::size_t keep, std::vector<std::int64_t>& out) {
+  const Event event = tier == Tier::l1 ? Event::drop_l1 : Event::drop_l2;
+  if (keep > 0 && (after(node->state, event) != Residency::absent || node->first_child != nullptr)) {
+    cut(node, keep);
+    keep = 0;
+  }
+  if (keep == 0) {
+    const auto pages = take(node, tier);
+    out.insert(out.end(), pages.begin(), pages.end());
+    node->state = after(node->state, event);
+    prune(node);
+    return;
+  }
+  auto& pages = node->pages[at(tier)];
+  const auto first = pages.begin() + static_cast<std::ptrdiff_t>(keep);
+  const auto count = static_cast<std::int64_t>(pages.end() - first);
+  for (auto page = first; page != pages.end(); ++page) {
+    used_[at(tier)][static_cast<std::size_t>(*page)] = 0;
+  }
+  out.insert(out.end(), first, pages.end());
+  lists_[at(tier)].shrink(count);
+  held_pages_[at(tier)] -= count;
+  pages.resize(keep);
+  node->owners.resize(keep);
+  node->chains.resize(keep);
+  node->chain_end = node->chains.back();
+  node->length = keep * shape_.page_size;
+  node->tokens.resize(node->length + node->lookahead);
+  pages.shrink_to_fit();
+  node->tokens.shrink_to_fit();
+  store_.rename(node);
+}
+
+std::vector<std::int64_t> PrefixTree::evict(Tier tier, std::int64_t pages) {
+  if (pages < 0) {
+    throw BadInput("cannot evict " + std::to_string(pages) + " pages");
+  }
+  std::vector<std::int64_t> out;
+  UseList& list = lists_[at(tier)];
+  out.reserve(static_cast<std::size_t>(std::min(pages, list.pages())));
+  Demand demand;
+  while ((demand.pages = pages - static_cast<std::int64_t>(out.size())) > 0 && list.oldest() != nullptr) {
+    drop(list.oldest(), tier, surplus(list.oldest(), demand), out);
+  }
+  return out;
+}
+
+std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const std::int64_t> wanted) {
+  if (wanted.size() != static_cast<std::size_t>(shape_.lanes)) {
+    throw BadInput(std::to_string(wanted.size()) + " numbers for " + std::to_string(shape_.lanes) + " lanes");
+  }
+  for (std::int64_t pages : wanted) {
+    if (pages < 0) {
+      throw BadInput("cannot evict " + std::to_string(pages) + " pages of a lane");
+    }
+  }
+  std::vector<std::int64_t> out;
+  Demand demand;
+  demand.lanes.assign(wanted.begin(), wanted.end());
+  const auto evict_node = [&](Node* node) {
+    const std::size_t keep = surplus(node, demand);
+    if (keep == node->page_count()) {
+      return;
+    }
+    for (std::size_t i = keep; i < node->page_count(); ++i) {
+      demand.receive(node->owners[i]);
+    }
+    drop(node, tier, keep, out);
+  };
+  // first what costs nobody else: nodes that hold pages of these lanes and have no child in the tier
+  Node* next = nullptr;
+  for (Node* node = lists_[at(tier)].oldest(); node != nullptr && !demand.met(); node = next) {
+    next = node->links[at(tier)].newer;
+    if (node->children_with[at(tier)] == 0 && demand.wants(node)) {
+      evict_node(node);
+    }
+  }
+  // then nodes that stand on such pages, oldest first, with everything below them
+  for (Node* node = lists_[at(tier)].oldest(); node != nullptr && !demand.met(); node = next) {
+    next = node->links[at(tier)].newer;
+    if (!demand.wants(node)) {
+      continue;
+    }
+    std::vector<Node*> below{node};
+    for (std::size_t i = 0; i < below.size(); ++i) {
+      for (Node* child = below[i]->first_child; child != nullptr; child = child->next_sibling) {
+        if (child->has(tier)) {
+          below.push_back(child);
+        }
+      }
+    }
+    for (std::size_t i = below.size(); i-- > 1;) {
+      for (std::int8_t owner : below[i]->owners) {
+        demand.receive(owner);
+      }
+      drop(below[i], tier, 0, out);
+    }
+    if (!demand.met()) {
+      evict_node(node);
+    }
+  }
+  return out;
+}
+
+Freed PrefixTree::clear(const Namespace& space) {
+  Freed freed;
+  const auto found = tops_.find(space.key);
+  if (found == tops_.end()) {
+    return freed;
+  }
+  std::vector<Node*> nodes{found->second};
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    for (Node* child = nodes[i]->first_child; child != nullptr; child = child->next_sibling) {
+      nodes.push_back(child);
+    }
+  }
+  for (std::size_t i = nodes.size(); i-- > 1;) {
+    Node* node = nodes[i];
+    if (node->holds > 0) {
+      continue;
+    }
+    for (Tier tier : kBothTiers) {
+      if (node->has(tier)) {
+        auto& out = tier == Tier::l1 ? freed.l1 : freed.l2;
+        const auto pages = take(node, tier);
+        out.insert(out.end(), pages.begin(), pages.end());
+      }
+    }
+    disown(node);
+    table_.remove(node);
+    store_.destroy(node);
+  }
+  prune(nodes.front());
+  return freed;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,122 @@
+#include "kvferry/tree_node.hpp"
+
+namespace kvferry {
+
+NodeStore::NodeStore() {
+  create();  // slot 0 is never handed out, so that id 0 is no node
+  live_ = 0;
+}
+
+Node* NodeStore::create() {
+  if (free_.empty()) {
+    const auto first = static_cast<std::uint32_t>(chunks_.size()) * kChunk;
+    chunks_.push_back(std::make_unique<Node[]>(kChunk));
+    for (std::uint32_t i = kChunk; i-- > 0;) {
+      slot(first + i).slot = first + i;
+      free_.push_back(first + i);
+    }
+  }
+  Node* node = &slot(free_.back());
+  free_.pop_back();
+  rename(node);
+  ++live_;
+  return node;
+}
+
+void NodeStore::destroy(Node* node) {
+  const std::uint32_t slot = node->slot, generation = node->generation;
+  *node = Node{};
+  node->slot = slot;
+  node->generation = generation + 1;  // even: free
+  free_.push_back(slot);
+  --live_;
+}
+
+void NodeStore::rename(Node* node) {
+  // odd while the node lives; 31 bits, so that an id stays positive
+  node->generation = ((node->generation + 1) | 1) & 0x7fffffff;
+}
+
+Node* NodeStore::find(std::int64_t id) const {
+  const auto slot_number = static_cast<std::uint32_t>(id);
+  const auto generation = static_cast<std::uint64_t>(id) >> 32;
+  if (id <= 0 || slot_number == 0 || slot_number / kChunk >= chunks_.size() || (generation & 1) == 0) {
+    return nullptr;
+  }
+  Node& node = slot(slot_number);
+  return node.generation == generation ? &node : nullptr;
+}
+
+void NodeTable::add(Node* node) {
+  if (size_ >= buckets_.size()) {
+    grow();
+  }
+  Node*& head = buckets_[node->key & (buckets_.size() - 1)];
+  node->next_in_bucket = head;
+  head = node;
+  ++size_;
+}
+
+void NodeTable::remove(Node* node) {
+  Node** place = &buckets_[node->key & (buckets_.size() - 1)];
+  while (*place != node) {
+    place = &(*place)->next_in_bucket;
+  }
+  *place = node->next_in_bucket;
+  node->next_in_bucket = nullptr;
+  --size_;
+}
+
+void NodeTable::grow() {
+  std::vector<Node*> old(buckets_.size() * 2);
+  old.swap(buckets_);
+  for (Node* node : old) {
+    while (node != nullptr) {
+      Node* next = node->next_in_bucket;
+      Node*& head = buckets_[node->key & (buckets_.size() - 1)];
+      node->next_in_bucket = head;
+      head = node;
+      node = next;
+    }
+  }
+}
+
+std::int64_t UseList::count(const Node* node) const {
+  return static_cast<std::int64_t>(node->pages[at(tier_)].size());
+}
+
+void UseList::link_after(Node* older, Node* node) {
+  Node::Link& link = node->links[at(tier_)];
+  Node* newer = older == nullptr ? oldest_ : older->links[at(tier_)].newer;
+  link.older = older;
+  link.newer = newer;
+  (older == nullptr ? oldest_ : older->links[at(tier_)].newer) = node;
+  (newer == nullptr ? newest_ : newer->links[at(tier_)].older) = node;
+}
+
+void UseList::unlink(Node* node) {
+  Node::Link& link = node->links[at(tier_)];
+  (link.older == nullptr ? oldest_ : link.older->links[at(tier_)].newer) = link.newer;
+  (link.newer == nullptr ? newest_ : link.newer->links[at(tier_)].older) = link.older;
+}
+
+void UseList::insert_after(Node* older, Node* node) {
+  link_after(older, node);
+  node->links[at(tier_)].in = true;
+  pages_ += count(node);
+}
+
+void UseList::remove(Node* node) {
+  unlink(node);
+  node->links[at(tier_)] = {};
+  pages_ -= count(node);
+}
+
+void UseList::touch(Node* node) {
+  if (node->links[at(tier_)].in && newest_ != node) {
+    unlink(node);
+    link_after(newest_, node);
+  }
+}
+
+}  // namespace kvferry
