@@ -87,12 +87,13 @@ class FakeDriver:
                 byte.value ^= 1
 
     def check(self, submitted: int) -> Status:
+        now = time.monotonic()  # before landing: what counts as done at this moment has landed
         self.land()
         if submitted not in self._pending:
             self.checked_after_end += 1
             raise AssertionError(f"status of {submitted} asked after its end: the real engine would crash")
         at, status = self._pending[submitted]
-        if time.monotonic() < at:
+        if now < at:
             return Status.PENDING
         del self._pending[submitted]
         return status
