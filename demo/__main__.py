@@ -17,7 +17,7 @@ from rich.table import Table
 from demo.cluster import Cluster, ClusterError, cluster
 from demo.prompts import Prompt, demo_prompts
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 CHUNK_TOKENS = 512
 THREADS = 2
 _FLAGS = (
