@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import numpy.typing as npt
 
+from app.service.build import limits
 from app.settings import NodeSettings
 from app.transfer import mooncake
 from app.transfer.base import Block, Region
@@ -73,16 +74,7 @@ def prepare() -> None:
 
 def default_limits() -> Limits:
     """The limits of a node with default settings."""
-    transfer = NodeSettings(role="prefill").transfer
-    return Limits(
-        window_descriptors=transfer.window_descriptors,
-        window_bytes=transfer.window_bytes,
-        descriptor_bytes=transfer.descriptor_bytes,
-        deadline_s=transfer.deadline_s,
-        retries=transfer.retries,
-        retry_after_s=transfer.retry_after_s,
-        late_landing_s=transfer.late_landing_s,
-    )
+    return limits(NodeSettings(role="prefill"))
 
 
 def receive(control: Connection) -> None:
