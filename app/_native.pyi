@@ -95,7 +95,7 @@ def plan_addresses(
     terms: Sequence[_Term], source: _Pages, destination: _Pages, count: _Pages
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
 
-# tree.cpp
+# tree.cpp, tree_results.cpp, tree_tickets.cpp
 
 _Tokens = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
@@ -255,6 +255,8 @@ class PrefixTree:
     def stats(self) -> TreeStats: ...
     def check_integrity(self) -> None: ...
 
+# copies.cpp
+
 STREAMING_BYTES: int
 
 def copy_pages(
@@ -265,3 +267,9 @@ def copy_pages(
     *,
     threads: int = 0,
 ) -> None: ...
+
+# digests.cpp
+
+def digest_items(
+    pool: npt.NDArray[np.uint8], layers: _Pages, pages: _Pages, *, threads: int = 0
+) -> npt.NDArray[np.uint64]: ...

@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 venv=.venv
-want=$(cat pyproject.toml constraints.txt scripts/setup.sh CMakeLists.txt $(find csrc -type f | LC_ALL=C sort) | cksum)
+want=$(cat pyproject.toml constraints.txt scripts/setup.sh CMakeLists.txt $(find csrc -path csrc/tests -prune -o -type f -print | LC_ALL=C sort) | cksum)
 
 # The transfer engine links against these even where it only uses TCP.
 missing=$("$python" - <<'EOF'
@@ -19,19 +19,11 @@ for library, package in needed.items():
         print(package)
 EOF
 )
+# A header that the native core is compiled with.
+echo '#include <xxhash.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1 || missing="$missing libxxhash-dev"
 if [ -n "$missing" ]; then
-    missing=$(echo $missing)
-    install="apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing"
-    echo "setup: installing $missing, which the transfer engine needs"
-    if [ "$(id -u)" = 0 ]; then
-        DEBIAN_FRONTEND=noninteractive sh -c "$install" >/dev/null
-    elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
-        sudo DEBIAN_FRONTEND=noninteractive sh -c "$install" >/dev/null
-    else
-        echo "setup: cannot install them as this user. Type this line, then try again:" >&2
-        echo "    sudo sh -c '$install'" >&2
-        exit 1
-    fi
+    # shellcheck disable=SC2086  # one word a package
+    scripts/packages.sh "what the transfer engine and the native core need" $missing
 fi
 
 if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$want" ]; then

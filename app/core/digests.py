@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from app import _native
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import PageArray
 from app.errors import Corruption
@@ -51,11 +51,29 @@ def page_digests(
     mode: DigestMode,
     layers: Collection[int] | None = None,
 ) -> list[int]:
-    """xxh3 of each checked item, of the pages at positions 0..len(pages)."""
-    return [
-        xxhash.xxh3_64_intdigest(pools[spec.name][spec.slot(layer), pages[position]])
-        for spec, layer, position in items(geometry, len(pages), mode, layers)
-    ]
+    """xxh3 of each checked item, of the pages at positions 0..len(pages); read in place, without the GIL.
+
+    BadInput on a page that a pool does not have.
+    """
+    found: list[int] = []
+    for spec in geometry.buffers if mode != "off" else ():
+        checked = [layer for layer in spec.layer_ids if layers is None or layer in layers]
+        of_layers, positions = _checked(checked, len(pages), mode)
+        if len(positions):
+            slots = np.array([spec.slot(layer) for layer in checked], dtype=np.int64)
+            digests = _native.digest_items(pools[spec.name], slots[of_layers], pages[positions])
+            found += digests.tolist()
+    return found
+
+
+def _checked(layers: Sequence[int], positions: int, mode: DigestMode) -> tuple[PageArray, PageArray]:
+    """What `items` lists of one buffer, as arrays: indices into `layers`, and positions."""
+    if mode == "full":
+        return np.divmod(np.arange(len(layers) * positions), max(positions, 1))
+    chosen = np.add.outer(np.array(layers, dtype=np.int64), np.arange(positions)) % SAMPLE_STRIDE == 0
+    chosen[:, -1:] = True
+    of_layers, at = np.nonzero(chosen)
+    return of_layers, at
 
 
 def require_equal_digests(
@@ -71,6 +89,8 @@ def require_equal_digests(
     """Corruption, naming buffer, layer and position, unless both lists are equal."""
     if len(sent) != len(landed):
         raise Corruption(f"{len(sent)} digests were sent and {len(landed)} computed", room=room)
+    if list(sent) == list(landed):
+        return
     for (spec, layer, position), ours, theirs in zip(
         items(geometry, positions, mode, layers), landed, sent, strict=True
     ):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from app import _native
 from app.core.ids import PageArray
+from app.errors import BadInput
 
 
 class PageLane(_native.PageLane):
@@ -38,6 +39,25 @@ class OwnerLanes(_native.OwnerLanes):
     def owners_of(self, pages: PageArray) -> npt.NDArray[np.int8]:
         """The owner rank of each logical page; the same on every rank."""
         return (pages // self.pages).astype(np.int8)
+
+    def owners_of_slots(self, slots: npt.NDArray[np.int64], page_size: int) -> npt.NDArray[np.int8]:
+        """The owner of each page of a node, from the first token slot of the page: what a backup goes by.
+
+        `slots` are the node's token slots, page after page; the last page may be a valid tail. The answer is the
+        same on every rank, also on one that owns none of these pages. BadInput on a first slot that is off the
+        page grid or of no lane.
+        """
+        if page_size < 1:
+            raise BadInput(f"a page has at least one token, not {page_size}")
+        first = np.asarray(slots, dtype=np.int64)[::page_size]
+        limit = self.lanes * self.pages * page_size
+        wrong = (first % page_size != 0) | (first < 0) | (first >= limit)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise BadInput(
+                f"page {at} starts at slot {first[at]}: not the first slot of a page, or outside 0..{limit}"
+            )
+        return self.owners_of(first // page_size)
 
     def physical(self, pages: PageArray) -> PageArray:
         """The number of each logical page in its owner's pool."""

@@ -18,6 +18,7 @@ void bind_lanes(nb::module_& m);
 void bind_plans(nb::module_& m);
 void bind_tree(nb::module_& m);
 void bind_copies(nb::module_& m);
+void bind_digests(nb::module_& m);
 
 namespace kvferry::bind {
 

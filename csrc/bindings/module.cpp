@@ -27,7 +27,7 @@ void translate(const std::exception_ptr& p, void*) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "The native core of kvferry: allocators, page plans, prefix tree and page copies.";
+  m.doc() = "The native core of kvferry: allocators, page plans, prefix tree, page copies and digests.";
   kvferry::bind::import_numpy();
   nb::register_exception_translator(translate);
   bind_extents(m);
@@ -35,4 +35,5 @@ NB_MODULE(_native, m) {
   bind_plans(m);
   bind_tree(m);
   bind_copies(m);
+  bind_digests(m);
 }

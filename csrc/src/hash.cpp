@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "kvferry/errors.hpp"
+#include "processor.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -60,9 +61,9 @@ std::size_t first_difference(const std::int32_t* stored, const std::int64_t* tok
 
 constexpr std::size_t kBlock = 32;
 
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) std::size_t equal_blocks_avx2(const std::int32_t* stored,
-                                                              const std::int64_t* tokens, std::size_t count) {
+#if KVFERRY_HAS_VECTORS
+KVFERRY_VECTORS std::size_t equal_blocks_vectors(const std::int32_t* stored, const std::int64_t* tokens,
+                                                 std::size_t count) {
   std::size_t i = 0;
   for (; i + kBlock <= count; i += kBlock) {
     __m256i difference = _mm256_setzero_si256();
@@ -80,10 +81,9 @@ __attribute__((target("avx2"))) std::size_t equal_blocks_avx2(const std::int32_t
 #endif
 
 std::size_t equal_blocks(const std::int32_t* stored, const std::int64_t* tokens, std::size_t count) {
-#if defined(__x86_64__)
-  static const bool avx2 = __builtin_cpu_supports("avx2");
-  if (avx2) {
-    return equal_blocks_avx2(stored, tokens, count);
+#if KVFERRY_HAS_VECTORS
+  if (use_vectors) {
+    return equal_blocks_vectors(stored, tokens, count);
   }
 #endif
   std::size_t i = 0;

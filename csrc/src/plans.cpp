@@ -1,15 +1,11 @@
+// Groups of token indices to pages and back, and the addresses of runs.
 #include "kvferry/plans.hpp"
 
 #include <algorithm>
-#include <bit>
-#include <numeric>
 #include <string>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 #include "kvferry/errors.hpp"
+#include "page_runs.hpp"
 
 namespace kvferry {
 
@@ -17,139 +13,11 @@ namespace {
 
 std::string text(std::int64_t value) { return std::to_string(value); }
 
-// Differences in unsigned numbers: a caller's extreme values must not be undefined behaviour.
-bool steps_by_one(std::int64_t before, std::int64_t after) {
-  return static_cast<std::uint64_t>(after) - static_cast<std::uint64_t>(before) == 1;
-}
-
-// Bit i says that entry i does not go on from entry i - 1, for up to 64 entries; entry -1 exists.
-std::uint64_t break_mask(const std::int64_t* source, const std::int64_t* destination, std::size_t size) {
-  std::uint64_t mask = 0;
-  std::size_t i = 0;
-#if defined(__SSE2__)
-  const auto load = [](const std::int64_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); };
-  const __m128i one = _mm_set1_epi64x(1);
-  for (; i + 2 <= size; i += 2) {
-    // what each side's step lacks to one; a number other than zero has the sign bit set in itself or its negative
-    const __m128i from = _mm_sub_epi64(_mm_sub_epi64(load(source + i), load(source + i - 1)), one);
-    const __m128i to = _mm_sub_epi64(_mm_sub_epi64(load(destination + i), load(destination + i - 1)), one);
-    const __m128i differs = _mm_or_si128(from, to);
-    const __m128i sign = _mm_or_si128(differs, _mm_sub_epi64(_mm_setzero_si128(), differs));
-    mask |= static_cast<std::uint64_t>(static_cast<std::uint32_t>(_mm_movemask_pd(_mm_castsi128_pd(sign)))) << i;
-  }
-#endif
-  for (; i < size; ++i) {
-    const bool goes_on = steps_by_one(source[i - 1], source[i]) & steps_by_one(destination[i - 1], destination[i]);
-    mask |= std::uint64_t{!goes_on} << i;
-  }
-  return mask;
-}
-
 // Addresses wrap instead of overflowing; the engine checks that they lie in registered memory.
 std::int64_t address(std::int64_t base, std::int64_t page, std::int64_t item_bytes) {
   return static_cast<std::int64_t>(static_cast<std::uint64_t>(base) +
                                    static_cast<std::uint64_t>(page) * static_cast<std::uint64_t>(item_bytes));
 }
-
-// Bit i says that owners[i] == owner, for up to 64 entries.
-std::uint64_t owned_mask(const std::int8_t* owners, std::size_t size, std::int8_t owner) {
-#if defined(__SSE2__)
-  if (size == 64) {
-    const __m128i wanted = _mm_set1_epi8(owner);
-    std::uint64_t mask = 0;
-    for (int part = 0; part < 4; ++part) {
-      const __m128i found = _mm_loadu_si128(reinterpret_cast<const __m128i*>(owners) + part);
-      const int bits = _mm_movemask_epi8(_mm_cmpeq_epi8(found, wanted));
-      mask |= static_cast<std::uint64_t>(static_cast<std::uint32_t>(bits)) << (16 * part);
-    }
-    return mask;
-  }
-#endif
-  std::uint64_t mask = 0;
-  for (std::size_t i = 0; i < size; ++i) {
-    mask |= std::uint64_t{owners[i] == owner} << i;
-  }
-  return mask;
-}
-
-}  // namespace
-
-Marks find_breaks(std::span<const std::int64_t> source, std::span<const std::int64_t> destination) {
-  if (source.size() != destination.size()) {
-    throw PageMismatch("source has " + std::to_string(source.size()) + " pages, destination " +
-                       std::to_string(destination.size()));
-  }
-  Marks breaks;
-  breaks.words.resize((source.size() + 63) / 64);
-  for (std::size_t word = 0; word < breaks.words.size(); ++word) {
-    const std::size_t begin = word * 64;
-    const std::size_t size = std::min<std::size_t>(64, source.size() - begin);
-    std::uint64_t bits = 1;
-    if (word != 0) {
-      bits = break_mask(source.data() + begin, destination.data() + begin, size);
-    } else if (size > 1) {
-      bits |= break_mask(source.data() + 1, destination.data() + 1, size - 1) << 1;
-    }
-    breaks.words[word] = bits;
-    breaks.count += static_cast<std::size_t>(std::popcount(bits));
-  }
-  return breaks;
-}
-
-void write_runs(const Marks& breaks, std::span<const std::int64_t> source, std::span<const std::int64_t> destination,
-                std::int64_t* first_source, std::int64_t* first_destination, std::int64_t* count) {
-  std::size_t run = 0;
-  std::size_t before = 0;
-  for (std::size_t word = 0; word < breaks.words.size(); ++word) {
-    for (std::uint64_t bits = breaks.words[word]; bits != 0; bits &= bits - 1) {
-      const std::size_t at = word * 64 + static_cast<std::size_t>(std::countr_zero(bits));
-      first_source[run] = source[at];
-      first_destination[run] = destination[at];
-      if (run != 0) {
-        count[run - 1] = static_cast<std::int64_t>(at - before);
-      }
-      before = at;
-      ++run;
-    }
-  }
-  if (run != 0) {
-    count[run - 1] = static_cast<std::int64_t>(source.size() - before);
-  }
-}
-
-Marks find_owned(std::span<const std::int8_t> owners, std::int8_t owner) {
-  Marks marks;
-  marks.words.resize((owners.size() + 63) / 64);
-  for (std::size_t word = 0; word < marks.words.size(); ++word) {
-    const std::size_t begin = word * 64;
-    marks.words[word] = owned_mask(owners.data() + begin, std::min<std::size_t>(64, owners.size() - begin), owner);
-    marks.count += static_cast<std::size_t>(std::popcount(marks.words[word]));
-  }
-  return marks;
-}
-
-void write_owned(const Marks& marks, std::span<const std::int64_t> pages, std::int64_t first_position,
-                 std::int64_t* owned, std::int64_t* positions) {
-  for (std::size_t word = 0; word < marks.words.size(); ++word) {
-    const std::int64_t* page = pages.data() + word * 64;
-    const std::int64_t position = first_position + static_cast<std::int64_t>(word * 64);
-    std::uint64_t bits = marks.words[word];
-    if (bits == ~std::uint64_t{0}) {
-      std::copy_n(page, 64, owned);
-      std::iota(positions, positions + 64, position);
-      owned += 64;
-      positions += 64;
-      continue;
-    }
-    for (; bits != 0; bits &= bits - 1) {
-      const int i = std::countr_zero(bits);
-      *owned++ = page[i];
-      *positions++ = position + i;
-    }
-  }
-}
-
-namespace {
 
 // BadInput when a page stands twice; only lists that are not ascending come here.
 void require_unique(std::span<const std::int64_t> pages) {

@@ -1,5 +1,9 @@
 // Every promise that the tree makes about itself, checked from the outside in.
 #include <algorithm>
+#include <concepts>
+#include <initializer_list>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 
 #include "kvferry/errors.hpp"
@@ -8,20 +12,21 @@
 namespace kvferry {
 namespace {
 
+std::string text(std::string_view part) { return std::string(part); }
+std::string text(std::integral auto part) { return std::to_string(part); }
+
+[[noreturn]] void fail(const Node* node, std::initializer_list<std::string> parts) {
+  std::string message = "prefix tree, node " + std::to_string(node == nullptr ? 0 : node->id()) + ":";
+  for (const std::string& part : parts) {
+    message += ' ' + part;
+  }
+  throw IntegrityError(message);
+}
+
 template <typename... Parts>
 void expect(bool good, const Node* node, const Parts&... parts) {
   if (!good) {
-    std::string message = "prefix tree, node " + std::to_string(node == nullptr ? 0 : node->id()) + ":";
-    const auto add = [&message](const auto& part) {
-      message += ' ';
-      if constexpr (std::is_convertible_v<decltype(part), std::string_view>) {
-        message += part;
-      } else {
-        message += std::to_string(part);
-      }
-    };
-    (add(parts), ...);
-    throw IntegrityError(message);
+    fail(node, {text(parts)...});
   }
 }
 

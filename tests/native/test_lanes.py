@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from app.core.lanes import OwnerLanes, PageLane
+from app.core.owners import owned_by
+from app.core.plans import slots_of_pages
+from app.core.prefix_tree import Namespace, PrefixTree
 from app.errors import BadInput, IntegrityError
 from tests.conftest import Track
 
@@ -33,6 +36,36 @@ def test_every_rank_and_every_cut_gives_the_same_owners(track: Track) -> None:
     assert lanes.owners_of(np.concatenate(parts)).tolist() == owners
     places = {(int(o), int(p)) for o, p in zip(lanes.owners_of(whole), lanes.physical(whole), strict=True)}
     assert len(places) == 60
+
+
+@pytest.mark.contract(16)
+def test_a_backup_takes_its_owners_from_the_first_slot_of_each_page(track: Track) -> None:
+    """Slots of whole pages and of a valid tail give the owners on every rank, one that owns none of them included."""
+    owners = [2, 0, 0, 2, 0]
+    tokens = 4 * 64 + 17
+    for rank in range(4):
+        lanes = track(OwnerLanes(4, 10))
+        pages = lanes.alloc_pages_with_owners(owners)
+        slots = slots_of_pages(pages, 64, tokens)
+        tree = track(PrefixTree(page_size=64, l1_pages=40, l2_pages=8, lanes=4))
+        node = tree.insert(Namespace("f"), np.arange(tokens), pages, lanes.owners_of_slots(slots, 64)).node
+        tree.acknowledge(tree.begin_backup(node, np.arange(5)))
+        tree.evict(1, 5)
+        assert tree.load_owners(node).tolist() == owners
+        mine, _ = owned_by(pages, tree.node(node).owners, rank)
+        assert lanes.physical(mine).tolist() == {0: [0, 1, 2], 2: [0, 1]}.get(rank, [])
+
+
+def test_slots_that_start_no_page_have_no_owner() -> None:
+    """A first slot off the page grid, negative or behind the last lane is named; no slots have no owners."""
+    lanes = OwnerLanes(2, 10)
+    assert lanes.owners_of_slots(np.array([], dtype=np.int64), 4).tolist() == []
+    assert lanes.owners_of_slots(np.arange(40, 45), 4).tolist() == [1, 1]
+    for slots, wrong in (([0, 1, 2, 3, 6], "page 1 starts at slot 6"), ([-4], "slot -4"), ([80], "slot 80")):
+        with pytest.raises(BadInput, match=f"{wrong}: not the first slot of a page, or outside 0..80"):
+            lanes.owners_of_slots(np.array(slots), 4)
+    with pytest.raises(BadInput, match="at least one token, not 0"):
+        lanes.owners_of_slots(np.arange(4), 0)
 
 
 @pytest.mark.contract(18)

@@ -62,4 +62,4 @@ class LaneMachine(RuleBasedStateMachine):
 
 
 TestPageLane = LaneMachine.TestCase
-TestPageLane.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPageLane.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

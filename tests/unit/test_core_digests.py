@@ -8,11 +8,14 @@ import sys
 
 import numpy as np
 import pytest
+import xxhash
 
+from app import _native
 from app.core.digests import Bytes3d, DigestMode, items, page_digests, require_equal_digests
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import PageArray
-from app.errors import Corruption
+from app.errors import BadInput, Corruption, PageMismatch
+from tests.support.interpreter import steps_during
 
 GEOMETRY = CacheGeometry(
     page_size=4,
@@ -45,6 +48,64 @@ def test_equal_bytes_at_other_pages_have_equal_digests(mode: DigestMode) -> None
     sent, landed = page_digests(GEOMETRY, ours, here, mode), page_digests(GEOMETRY, theirs, there, mode)
     assert sent == landed
     require_equal_digests(GEOMETRY, sent, landed, positions=20, mode=mode, room=7)
+
+
+@pytest.mark.parametrize("layers", [None, [5], [1, 0], []])
+@pytest.mark.parametrize("mode", ["full", "sampled", "off"])
+@pytest.mark.parametrize("page_first", [False, True])
+def test_digests_are_those_of_xxh3_in_the_order_of_items(
+    mode: DigestMode, layers: list[int] | None, page_first: bool
+) -> None:
+    """One digest for each item that is checked, in wire order, as any xxh3 library computes it."""
+    ours, where = pools(50), np.random.default_rng(4).permutation(50)[:37]
+    for name, pool in ours.items() if page_first else ():
+        ours[name] = np.ascontiguousarray(pool.swapaxes(0, 1)).swapaxes(0, 1)
+        ours[name].setflags(write=False)
+    expected = [
+        xxhash.xxh3_64_intdigest(ours[spec.name][spec.slot(layer), where[position]].tobytes())
+        for spec, layer, position in items(GEOMETRY, len(where), mode, layers)
+    ]
+    assert page_digests(GEOMETRY, ours, where, mode, layers) == expected
+    assert page_digests(GEOMETRY, ours, where[:0], mode, layers) == []
+
+
+@pytest.mark.parametrize("item_bytes", [1, 3, 8, 16, 17, 128, 129, 240, 241, 1023, 1024, 1025, 70_001])
+@pytest.mark.parametrize("threads", [0, 1, 5])
+def test_items_of_any_size_are_digested_by_any_number_of_threads(item_bytes: int, threads: int) -> None:
+    """Each digest is that of its own item, wherever it lies."""
+    pool = np.random.default_rng(item_bytes).integers(0, 256, (2, 9, item_bytes), np.uint8)
+    layers, where = np.divmod(np.random.default_rng(1).permutation(18), 9)
+    expected = [
+        xxhash.xxh3_64_intdigest(pool[layer, page].tobytes())
+        for layer, page in zip(layers, where, strict=True)
+    ]
+    assert _native.digest_items(pool, layers, where, threads=threads).tolist() == expected
+
+
+def test_foreign_layers_and_pages_are_named() -> None:
+    """What is not of the pool is BadInput, lists of unequal length are PageMismatch; nothing is read then."""
+    pool = pools(6)["target.kv"]
+    for layers, where, wrong in (
+        ([0, 3], [0, 0], "layer 3 is not of this pool of 3"),
+        ([0, -1], [0, 0], "layer -1 is not of this pool of 3"),
+        ([0, 1], [6, 0], "page 6 is not of this pool of 6"),
+        ([0, 1], [0, -1], "page -1 is not of this pool of 6"),
+    ):
+        with pytest.raises(BadInput, match=wrong):
+            _native.digest_items(pool, pages(*layers), pages(*where))
+    with pytest.raises(PageMismatch, match="1 layers are given for 2 pages"):
+        _native.digest_items(pool, pages(0), pages(0, 1))
+    with pytest.raises(BadInput, match="page 6 is not of this pool of 6"):
+        page_digests(GEOMETRY, pools(6), pages(0, 6), "full")
+    with pytest.raises(BadInput, match="the bytes of an item are 2 apart"):
+        _native.digest_items(pool[:, :, ::2], pages(0), pages(0))
+
+
+def test_other_threads_run_while_pages_are_digested() -> None:
+    """A long digest does not keep the interpreter to itself."""
+    pool = np.zeros((1, 256, 1 << 20), np.uint8)
+    zeros = np.zeros(256, np.int64)
+    assert steps_during(lambda: _native.digest_items(pool, zeros, np.arange(256), threads=1)) >= 3
 
 
 @pytest.mark.case("N3")
