@@ -1,42 +1,56 @@
 """A Hugging Face cache over the pages of a pool.
 
-    one page of one layer (item_bytes):   [ K | V ] x [page_size tokens] x [heads] x [head_dim]
+A layer's accessors write the new rows, fire the hooks and hand the attention all rows so far. The model asks
+layer 0 for its length, so masks and positions come out right when a cache starts at the length of a prefix.
 
-A layer's `update` writes the new rows into the pool, fires the hooks and hands the attention a gathered
-view of all rows so far. The model asks layer 0 for its length, so masks and positions come out right
-when a cache starts at the length of a prefix.
+    accessor            stores                          ends the layer
+    update              K and V, or latent and rotary   where there is no index
+    update_indexer      the index key                   always: the latent has been written before
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from app.core.ids import PageArray
-from app.core.pages import pages_for
-from app.engine.base import LayerHooks
-from app.errors import InvalidRequest
+from app.core.ids import Owner
+from app.engine.rows import RowAccess
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """Where one layer's rows go: names of buffers. `stores` has one entry (both parts) or two (one each)."""
+
+    layer: int
+    owner: Owner
+    stores: tuple[str, ...]
+    index: str | None = None
+
+    @property
+    def schedule(self) -> list[tuple[int, tuple[str, ...], Owner | None]]:
+        """The accessors of this layer in the order in which a model calls them."""
+        if self.index is None:
+            return [(self.layer, self.stores, self.owner)]
+        return [(self.layer, self.stores, None), (self.layer, (self.index,), self.owner)]
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer of one sequence. `view` is `[pages, 2, page_size, heads, head_dim]` of the whole pool."""
+    """One layer of one sequence, for one forward."""
 
     is_compileable = False
     is_croppable = True
 
-    def __init__(
-        self, layer: int, view: torch.Tensor, pages: torch.Tensor, start: int, hooks: LayerHooks
-    ) -> None:
+    def __init__(self, plan: LayerPlan, access: RowAccess) -> None:
         super().__init__()
-        self.layer = layer
-        self.length = start
-        self._view = view
-        self._pages = pages
-        self._page_size = view.shape[2]
-        self._hooks = hooks
+        self.plan = plan
+        self.length = access.start
+        self._access = access
         self.is_initialized = True
+        self.is_indexer_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """The pool exists already."""
@@ -44,29 +58,26 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        start, count = self.length, key_states.shape[2]
-        if start:
-            self._hooks.before_read(self.layer)
-        self._write(start, key_states, value_states)
-        self.length = start + count
-        self._hooks.after_write(self.layer, "target")
-        if not start:
-            return key_states, value_states
-        return self._read()
+        """Keys and values `[1, heads, rows, width]`, the new ones in and all of them out."""
+        plan = self.plan
+        current = [_flat(key_states), _flat(value_states)]
+        ends = plan.owner if plan.index is None else None
+        if len(plan.stores) == 1:
+            (name,) = plan.stores
+            full = self._access.exchange(plan.layer, {name: torch.cat(current, dim=1)}, ends=ends)
+            parts = full[name].split([part.shape[1] for part in current], dim=1)
+        else:
+            full = self._access.exchange(plan.layer, dict(zip(plan.stores, current, strict=True)), ends=ends)
+            parts = tuple(full[name] for name in plan.stores)
+        self.length += key_states.shape[2]
+        return _headed(parts[0], key_states), _headed(parts[1], value_states)
 
-    def _write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        positions = torch.arange(start, start + keys.shape[2], device=self._view.device)
-        page, offset = self._pages[positions // self._page_size], positions % self._page_size
-        self._view[page, 0, offset] = keys[0].transpose(0, 1)
-        self._view[page, 1, offset] = values[0].transpose(0, 1)
-
-    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows so far as two `[1, heads, length, head_dim]` tensors."""
-        used = self._pages[: pages_for(self.length, self._page_size)]
-        rows = self._view[used]
-        both = rows.transpose(0, 1).reshape(2, -1, *rows.shape[3:])[:, : self.length]
-        keys, values = both.transpose(1, 2).unsqueeze(1)
-        return keys, values
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Index keys `[1, rows, width]`, the new ones in and all of them out."""
+        plan = self.plan
+        assert plan.index is not None
+        full = self._access.exchange(plan.layer, {plan.index: indexer_key_states[0]}, ends=plan.owner)
+        return full[plan.index].unsqueeze(0)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -82,12 +93,17 @@ class PagedLayer(CacheLayerMixin):
         self.length = min(self.length, max_length)
 
 
-def paged_cache(
-    views: list[torch.Tensor], pages: PageArray, start: int, count: int, hooks: LayerHooks
-) -> Cache:
-    """A cache for one forward of `count` tokens at `start`. InvalidRequest when the table is too short."""
-    page_size = views[0].shape[2]
-    if pages_for(start + count, page_size) > len(pages):
-        raise InvalidRequest(f"{len(pages)} pages do not hold {start + count} tokens")
-    table = torch.from_numpy(pages).to(views[0].device)
-    return Cache(layers=[PagedLayer(i, view, table, start, hooks) for i, view in enumerate(views)])
+def paged_cache(plans: Sequence[LayerPlan], access: RowAccess) -> Cache:
+    """A cache for one forward, the layers in the model's order."""
+    return Cache(layers=[PagedLayer(plan, access) for plan in plans])
+
+
+def _flat(states: torch.Tensor) -> torch.Tensor:
+    """`[1, heads, rows, width]` to `[rows, heads * width]`."""
+    return states[0].transpose(0, 1).flatten(1)
+
+
+def _headed(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The other way, with the heads and width of `like`."""
+    headed: torch.Tensor = rows.unflatten(1, (like.shape[1], like.shape[3])).transpose(0, 1)
+    return headed.unsqueeze(0)

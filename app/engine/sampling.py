@@ -28,13 +28,15 @@ class Sampler:
         else:
             self._generator.seed()
 
+    @property
+    def greedy(self) -> bool:
+        """The same logits always give the same token."""
+        return self._sampling.temperature <= 0
+
     def choose(self, logits: torch.Tensor) -> tuple[int, float]:
         """A token and its log-probability under the unmodified distribution."""
         log_probabilities = torch.log_softmax(logits, dim=-1)
-        if self._sampling.temperature <= 0:
-            token = int(torch.argmax(logits))
-        else:
-            token = self._draw(logits / self._sampling.temperature)
+        token = int(torch.argmax(logits)) if self.greedy else self._draw(logits / self._sampling.temperature)
         return token, float(log_probabilities[token])
 
     def _draw(self, logits: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -19,7 +19,7 @@ import torch
 from app.core.digests import Bytes3d
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import PageArray
-from app.core.slots import SLOT_BYTES, Metadata, SlotRef, decode
+from app.core.slots import Metadata, SlotFormat, SlotRef
 from app.errors import NoCapacity
 
 _ALIGN = 4096
@@ -43,13 +43,19 @@ class DevicePool:
     """All buffers of a geometry for `pages` pages, and the metadata slots beside them."""
 
     def __init__(
-        self, geometry: CacheGeometry, pages: int, slots: int, device: torch.device | str = "cpu"
+        self,
+        geometry: CacheGeometry,
+        pages: int,
+        slots: int = 0,
+        device: torch.device | str = "cpu",
+        slot_format: SlotFormat | None = None,
     ) -> None:
         self.geometry = geometry
         self.pages = pages
         self.device = torch.device(device)
+        self.slot_format = slot_format or SlotFormat()
         self._map: mmap.mmap | None = None
-        sizes = [b.pool_bytes(pages) for b in geometry.buffers] + [slots * SLOT_BYTES]
+        sizes = [b.pool_bytes(pages) for b in geometry.buffers] + [self.slot_format.offset(slots)]
         if self.device.type == "cpu":
             flat = self._map_shared([-(-s // _ALIGN) * _ALIGN for s in sizes])
         else:
@@ -64,7 +70,7 @@ class DevicePool:
                 layer_stride=pages * spec.item_bytes,
                 tensor=tensor,
             )
-        self.slots = flat[-1][: slots * SLOT_BYTES]
+        self.slots = flat[-1][: sizes[-1]]
 
     def _map_shared(self, sizes: list[int]) -> list[torch.Tensor]:
         handle = os.memfd_create("kvferry-l1", os.MFD_CLOEXEC)
@@ -91,29 +97,22 @@ class DevicePool:
         """The buffers as numpy views (CPU pools only), for digests."""
         return {name: b.tensor.numpy() for name, b in self.buffers.items()}
 
-    def readable(self, pages: PageArray) -> tuple[dict[str, Bytes3d], PageArray]:
-        """The buffers on the host and where the given pages lie in them.
-
-        Views of the pool on CPU; on CUDA copies of these pages only, so the page numbers change.
-        """
-        if self.device.type == "cpu":
-            return dict(self.host_arrays()), pages
-        index = torch.from_numpy(pages).to(self.device)
-        copies = {name: b.tensor[:, index].cpu().numpy() for name, b in self.buffers.items()}
-        return copies, np.arange(len(pages), dtype=np.int64)
-
     def clear_slot(self, ref: SlotRef) -> None:
-        self.slots[ref.offset : ref.offset + SLOT_BYTES].zero_()
+        self._slot(ref.index).zero_()
 
     def write_slot(self, index: int, record: bytes) -> int:
         """Put a record into a slot and return its address (the source of an engine write)."""
-        at = index * SLOT_BYTES
-        self.slots[at : at + SLOT_BYTES] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        return self.slots.data_ptr() + at
+        slot = self._slot(index)
+        slot[:] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        return slot.data_ptr()
 
     def read_slot(self, ref: SlotRef) -> Metadata | None:
-        raw = self.slots[ref.offset : ref.offset + SLOT_BYTES].numpy()
-        return decode(np.asarray(raw).tobytes(), ref)
+        """What stands in a slot; its arrays are views of the slot's memory."""
+        return self.slot_format.decode(self._slot(ref.index).numpy().data, ref)
+
+    def _slot(self, index: int) -> torch.Tensor:
+        at = self.slot_format.offset(index)
+        return self.slots[at : at + self.slot_format.slot_bytes]
 
     def close(self) -> None:
         """Let go of the memory. The mapping itself ends when the last view is gone."""
@@ -127,3 +126,26 @@ class DevicePool:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def readable(pools: Sequence[DevicePool], pages: PageArray) -> tuple[dict[str, Bytes3d], PageArray]:
+    """The buffers of all ranks on the host, and where the given logical pages lie in them.
+
+    Views of the pool where there is one rank on CPU; else copies of these pages only, in their order, so
+    that the page numbers change: what materialisation gives, byte for byte.
+    """
+    first = pools[0]
+    if len(pools) == 1 and first.device.type == "cpu":
+        return dict(first.host_arrays()), pages
+    owners, physical = np.divmod(pages, first.pages)
+    copies: dict[str, Bytes3d] = {}
+    for name, buffer in first.buffers.items():
+        layers, _, item = buffer.tensor.shape
+        out = torch.empty((layers, len(pages), item), dtype=torch.uint8)
+        for rank, pool in enumerate(pools):
+            mine = np.flatnonzero(owners == rank)
+            if len(mine):
+                index = torch.from_numpy(physical[mine]).to(pool.device)
+                out[:, torch.from_numpy(mine)] = pool.buffers[name].tensor[:, index].cpu()
+        copies[name] = out.numpy()
+    return copies, np.arange(len(pages), dtype=np.int64)
