@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# of the demonstration: its model, and the context-parallel ranks of its prefill node
+MODEL ?= smollm2
+CP ?= 1
 export HF_HUB_OFFLINE := 1
 # forwards of tests and demonstration share their cores with nodes: sleep instead of spinning
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -12,7 +15,7 @@ setup:
 	@PYTHON=$(PYTHON) scripts/setup.sh
 
 demo: setup
-	@$(RUN) -m demo
+	@$(RUN) -m demo --model $(MODEL) --cp $(CP)
 
 test: setup
 	@$(RUN) -m app prepare smollm2
@@ -24,8 +27,12 @@ check: setup
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
 
+# NAME picks one of those that `python -m bench` lists
 bench: setup
-	@$(RUN) -m bench transfer
+	@$(RUN) -m bench $(or $(NAME),transfer) $(FLAGS)
+ifndef NAME
+	@$(RUN) -m bench core
+endif
 
 sanitize: setup
 	@scripts/sanitize.sh $(VENV)/bin

@@ -25,8 +25,9 @@ from typing import Any
 
 import psutil
 
-from app.core.geometry import BufferSpec, CacheGeometry
-from app.core.slots import SLOT_BYTES
+from app.core.geometry import CacheGeometry
+from app.core.slots import SlotFormat
+from app.engine.overrides import merge_overrides
 from app.obs.cgroups import cgroup_limit
 from app.settings import NodeSettings
 
@@ -162,47 +163,40 @@ def model(settings: NodeSettings) -> list[Finding]:
 
 def geometry_of(settings: NodeSettings) -> CacheGeometry | None:
     """The buffers that the node would have, without its weights; None before the first conversion."""
-    from app.engine.models import model_folder
-    from app.engine.toy import ToyEngine
+    from app.engine.load import geometry_of
 
-    page_size = settings.cache.page_size
-    if settings.model.name == "toy":
-        return ToyEngine(page_size=page_size).geometry
-    path = model_folder(settings.model.name) / "config.json"
-    if not path.exists():
-        return None
-    config = json.loads(path.read_text())
-    row = 2 * int(config["num_key_value_heads"]) * int(config["head_dim"]) * _item_bytes(settings)
-    kv = BufferSpec(
-        owner="target",
-        kind="kv",
-        layer_ids=tuple(range(int(config["num_hidden_layers"]))),
-        item_bytes=page_size * row,
-        dtype=settings.model.dtype,
+    model = settings.model
+    return geometry_of(
+        name=model.name,
+        page_size=settings.cache.page_size,
+        dtype=model.dtype,
+        device=model.device,
+        cache_dtype=settings.cache.dtype,
+        kv=model.kv,
+        draft=model.draft,
+        overrides=merge_overrides(model.overrides, model.index_topk_freq, model.index_skip_topk_offset),
     )
-    return CacheGeometry(page_size=page_size, buffers=(kv,))
-
-
-def _item_bytes(settings: NodeSettings) -> int:
-    dtype, on_cuda = settings.model.dtype, settings.model.device == "cuda"
-    return 2 if dtype == "bfloat16" or (dtype == "auto" and on_cuda) else 4
 
 
 def _weights_bytes(settings: NodeSettings) -> int:
-    """Weights in memory: the files hold bfloat16."""
+    """Weights in memory: the files hold bfloat16. Models without files are small."""
+    from app.engine.load import compute_dtype
     from app.engine.models import model_folder
 
-    if settings.model.name == "toy":
+    if settings.model.name != "smollm2":
         return 0
     files = model_folder(settings.model.name).glob("*.safetensors")
-    return sum(file.stat().st_size for file in files) * _item_bytes(settings) // 2
+    item = compute_dtype(settings.model.dtype, settings.model.device).itemsize
+    return sum(file.stat().st_size for file in files) * item // 2
 
 
 def _pool_bytes(settings: NodeSettings) -> int | None:
+    """Of all ranks, and the metadata slots of the plainest kind."""
     geometry = geometry_of(settings)
     if geometry is None:
         return None
-    return geometry.pool_bytes(settings.cache.pages) + settings.cache.slots * SLOT_BYTES
+    pools = geometry.pool_bytes(settings.cache.pages) * settings.cp.size
+    return pools + SlotFormat().offset(settings.cache.slots)
 
 
 def memory(settings: NodeSettings) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -40,7 +40,16 @@ class AuthSettings(Section):
 
 
 class ModelSettings(Section):
-    name: Literal["smollm2", "toy"] = Field("smollm2", description="toy needs no weights")
+    name: Literal["smollm2", "glm-dsa-tiny", "toy", "toy-dsa"] = Field(
+        "smollm2",
+        description="glm-dsa-tiny: random weights, with latent, index and draft; the toys need no weights",
+    )
+    overrides: dict[str, Any] = Field({}, description="keys of the model's config that are replaced (JSON)")
+    index_topk_freq: int = Field(0, ge=0, description="every n-th layer has its own index; 0: as configured")
+    index_skip_topk_offset: int = Field(0, ge=0, description="first layer of that count; 0: as configured")
+    draft: bool = Field(True, description="use the model's draft (MTP) layer where it has one")
+    draft_tokens: int = Field(1, ge=1, le=8, description="tokens that the draft proposes a decode step")
+    kv: Literal["together", "apart"] = Field("together", description="K and V in one buffer or in two")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU (five times as fast there), bfloat16 on CUDA"
     )
@@ -53,13 +62,30 @@ class ModelSettings(Section):
 
 class CacheSettings(Section):
     page_size: int = Field(64, ge=1, le=4096, description="tokens a page")
-    pages: Count = Field(256, description="L1 pages of this node")
+    pages: Count = Field(256, description="L1 pages of each rank of this node")
+    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = Field(
+        "auto", description="how KV is stored; auto: as the model computes"
+    )
+    reuse: Literal["off", "page", "exact"] = Field(
+        "page",
+        description="reuse of cached prefixes; exact: on the chunk grid and of prefill's pages only, equal bits",
+    )
     slots: Count = Field(64, description="metadata slots: rooms that decode may await at once")
 
 
 class PrefillSettings(Section):
     chunk_tokens: int = Field(2048, ge=1, description="tokens a forward; a multiple of the page size")
     max_input_tokens: Count = Field(4096, description="a longer prompt is refused")
+
+
+class CpSettings(Section):
+    """Context parallelism of a prefill node."""
+
+    size: int = Field(1, ge=1, le=64, description="ranks, each with a pool and a transfer session of its own")
+    shared_kv: bool = Field(False, description="store each page on one rank only; needed by a size above 1")
+    split: Literal["zigzag", "contiguous", "round_robin"] = Field(
+        "zigzag", description="how a chunk's rows are shared out; round_robin does not go with shared KV"
+    )
 
 
 class TransferSettings(Section):

@@ -36,6 +36,7 @@ from app.errors import SettingsError
 from app.sections import (
     AuthSettings,
     CacheSettings,
+    CpSettings,
     DeadlineSettings,
     HttpSettings,
     LimitSettings,
@@ -65,6 +66,7 @@ class NodeSettings(BaseSettings):
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
     prefill: PrefillSettings = PrefillSettings()
+    cp: CpSettings = CpSettings()
     transfer: TransferSettings = TransferSettings()
     deadlines: DeadlineSettings = DeadlineSettings()
     limits: LimitSettings = LimitSettings()
@@ -90,11 +92,12 @@ class NodeSettings(BaseSettings):
                 f"({self.cache.page_size}): chunk boundaries lie on the page grid"
             )
         pages = -(-self.prefill.max_input_tokens // self.cache.page_size)
-        if self.role == "prefill" and pages > self.cache.pages:
+        if self.role == "prefill" and pages > self.cache.pages * self.cp.size:
             raise ValueError(
                 f"cache.pages ({self.cache.pages}) cannot hold prefill.max_input_tokens "
                 f"({self.prefill.max_input_tokens}): {pages} pages"
             )
+        self._parallel()
         if self.deadlines.quarantine_s <= self.transfer.progress_timeout_s * 3:
             raise ValueError(
                 f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive the engine's own timeout "
@@ -114,11 +117,28 @@ class NodeSettings(BaseSettings):
             raise ValueError(
                 f"http.host ({self.http.host}) is every address: http.advertise must name one for the peers"
             )
-        if self.model.layer_delay_s and self.model.name != "toy":
-            raise ValueError("model.layer_delay_s is for the toy model only")
-        if self.model.device == "cuda" and self.model.name == "toy":
-            raise ValueError("model.device (cuda): the toy model runs on cpu only")
+        toy = self.model.name.startswith("toy")
+        if self.model.layer_delay_s and not toy:
+            raise ValueError("model.layer_delay_s is for the toy models only")
+        if self.model.device == "cuda" and toy:
+            raise ValueError("model.device (cuda): the toy models run on cpu only")
+        if self.cache.dtype != "auto" and toy:
+            raise ValueError(f"cache.dtype ({self.cache.dtype}): the toy models store bytes")
         return self
+
+    def _parallel(self) -> None:
+        """What context parallelism goes together with."""
+        cp = self.cp
+        if cp.size > 1 and self.role == "decode":
+            raise ValueError(f"cp.size ({cp.size}): a decode node has one rank")
+        if cp.size > 1 and not cp.shared_kv:
+            raise ValueError(f"cp.shared_kv is off: cp.size ({cp.size}) needs it, a copy a rank is not kept")
+        if cp.shared_kv and cp.size == 1:
+            raise ValueError("cp.shared_kv is on: it needs a cp.size above 1")
+        if cp.shared_kv and cp.split == "round_robin":
+            raise ValueError(
+                "cp.split (round_robin): materialisation and transfer of shared KV (cp.shared_kv) do not know it"
+            )
 
     def secret(self) -> str | None:
         """The token, out of the settings or its file. SettingsError, without the token, when it is none."""

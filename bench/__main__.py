@@ -44,10 +44,22 @@ def _core(flags: Sequence[str]) -> Report:
         return run(chosen, progress)
 
 
+def _cp(flags: Sequence[str]) -> Report:
+    from bench.cp import options, run
+
+    chosen = options(flags)
+    with progress_bars(Console(stderr=True)) as progress:
+        return run(chosen, progress)
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "core": Benchmark(
         summary="allocators, prefix tree, page plans and page copies against their peers",
         run=_core,
+    ),
+    "cp": Benchmark(
+        summary="what context parallelism with one shared copy costs and moves",
+        run=_cp,
     ),
     "transfer": Benchmark(
         summary="exposed transfer time, goodput against a plain socket, resident memory of the nodes",

@@ -36,10 +36,12 @@ Advance = Callable[[str], None]
 class RouterStandIn:
     """Posts one prompt to a prefill and a decode node, as a PD router does."""
 
-    def __init__(self, decode: NodeProcess) -> None:
+    def __init__(
+        self, decode: NodeProcess, *, vocabulary: int = _VOCABULARY, tokens: int = PROMPT_TOKENS
+    ) -> None:
         self._decode = decode
         self._rooms = random.Random(11)
-        self._prompt = [self._rooms.randrange(100, _VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        self._prompt = [self._rooms.randrange(100, vocabulary) for _ in range(tokens)]
 
     async def ask(self, prefill: NodeProcess, *, new_tokens: int) -> dict[str, Any]:
         """The prefill node's record of the room, with decode's answer under `output_ids`."""
@@ -68,7 +70,11 @@ async def prefill_pair(client: httpx.AsyncClient, chunk_tokens: int) -> AsyncIte
     async with AsyncExitStack() as stack:
 
         async def start(mode: str) -> NodeProcess:
-            settings: dict[str, str | int] = {"prefill__chunk_tokens": chunk_tokens, "transfer__mode": mode}
+            settings: dict[str, str | int] = {
+                "prefill__chunk_tokens": chunk_tokens,
+                "transfer__mode": mode,
+                "cache__reuse": "off",  # the same prompt again and again: all of it has to move
+            }
             return await stack.enter_async_context(node("prefill", client, **settings, model__name=_MODEL))
 
         yield Pair(per_layer=await start("per_layer"), monolithic=await start("monolithic"))
@@ -80,7 +86,7 @@ async def measure(pairs: int, chunkings: tuple[int, ...], advance: Advance) -> l
     memory: list[Row] = []
     async with (
         httpx.AsyncClient(timeout=300, limits=httpx.Limits(keepalive_expiry=30)) as client,
-        node("decode", client, model__name=_MODEL) as decode,
+        node("decode", client, model__name=_MODEL, cache__reuse="off") as decode,
     ):
         router = RouterStandIn(decode)
         for chunk_tokens in chunkings:

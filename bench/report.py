@@ -7,11 +7,12 @@ of time, and what counts is the ratio (or the difference, for sizes) of their me
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -36,6 +37,10 @@ class Target:
 
     def keeps(self, value: float) -> bool:
         return value <= self.limit if self.bound == "at most" else value >= self.limit
+
+
+NOTHING_TO_KEEP = Target(limit=math.inf, bound="at most")
+"""Of a figure that is there to be known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,8 @@ class Row:
 
     @property
     def verdict(self) -> str:
+        if self.target is NOTHING_TO_KEEP:
+            return ""
         return "[green]yes[/]" if self.holds else "[red]NO[/]"
 
     def shown(self, samples: Sequence[float]) -> str:
@@ -74,6 +81,8 @@ class Row:
         return self.shown(self.other)
 
     def shown_target(self) -> str:
+        if self.target is NOTHING_TO_KEEP:
+            return "-"
         sign = "<=" if self.target.bound == "at most" else ">="
         if self.target.of == "ratio":
             return f"{sign} {self.target.limit:g}"
@@ -91,7 +100,7 @@ class Row:
             "ours": {"median": median(self.ours), "samples": list(self.ours)},
             "other": {"median": median(self.other), "samples": list(self.other)},
             "ratio": self.ratio,
-            "target": {"of": self.target.of, "bound": self.target.bound, "limit": self.target.limit},
+            "target": None if self.target is NOTHING_TO_KEEP else asdict(self.target),
             "value": self.value,
             "holds": self.holds,
             "detail": self.detail,

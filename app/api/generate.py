@@ -131,10 +131,11 @@ def native(node: Node, leg: Leg, piece: Piece, started_s: float, first_s: float)
         "finish_reason": reason,
         "prompt_tokens": len(leg.request.prompt),
         "completion_tokens": len(piece.tokens),
-        "cached_tokens": 0,
+        "cached_tokens": leg.job.facts.get("cached_tokens", 0),
         "e2e_latency": round(time.monotonic() - started_s, 6),
         "kvferry": {"room": leg.job.room, "first_token_s": round(first_s, 6), **leg.job.facts},
     }
     if node.settings.trace:
         meta["kvferry"]["logits"] = [t.logits for t in piece.tokens]
+        meta["kvferry"]["draft_logits"] = [t.draft_logits for t in piece.tokens]
     return {"text": piece.text, "output_ids": [t.token for t in piece.tokens], "meta_info": meta}

@@ -7,7 +7,8 @@
     chunk 1                    [== forward =) sends positions 1, 2
 
 A page is sent by the chunk that fills it, and the last chunk sends what is left. A cached prefix is not
-forwarded, but the first chunk sends it.
+forwarded, but the first chunk sends it. Boundaries are multiples of the chunk's length, counted from the
+prompt's first token, whatever was cached: a moved boundary would change the low bits of what is computed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def plan_chunks(
     plans: list[ChunkPlan] = []
     start, sent = cached_tokens, first_position
     while start < prompt_tokens:
-        end = min(start + chunk_tokens, prompt_tokens)
+        end = min((start // chunk_tokens + 1) * chunk_tokens, prompt_tokens)
         is_last = end == prompt_tokens
         key_end = end if is_last else floor_to_page(end, page_size)
         upto = max(pages_for(key_end, page_size), sent)

@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from app.core.geometry import CacheGeometry
+from app.core.slots import SlotFormat
 from app.errors import FingerprintMismatch
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _ABSENT = "(absent)"
 
 
@@ -53,9 +54,15 @@ def build_fingerprint(
     compute_dtype: str,
     draft: str | None,
     digest_mode: str,
-    slot_bytes: int,
+    slots: SlotFormat,
+    hidden_size: int,
+    reuse: str = "any",
 ) -> Fingerprint:
-    """Collect the parts. `model_revision` is a digest of the model's config and weights index."""
+    """Collect the parts. `model_revision` is a digest of the model's config and weights.
+
+    `hidden_size` is the target's; the draft's own, which may differ, is that of the metadata slots.
+    """
+    drafts = [b.name for b in geometry.buffers if b.owner == "draft"]
     parts: dict[str, Any] = {
         "protocol": PROTOCOL_VERSION,
         "page_size": geometry.page_size,
@@ -64,7 +71,14 @@ def build_fingerprint(
         "compute_dtype": compute_dtype,
         "draft": draft or "none",
         "digest_mode": digest_mode,
-        "slot_bytes": slot_bytes,
+        "slot_bytes": slots.slot_bytes,
+        "hidden_size": hidden_size,
+        "draft_hidden_size": slots.hidden,
+        "draft_top_k": slots.top_k,
+        # a node is a whole model: heads are never shared out among tensor-parallel ranks
+        "tensor_parallel": 1,
+        "reuse": reuse,
+        "draft_buffers": {"start": len(geometry.buffers) - len(drafts), "count": len(drafts)},
         "state_layer_ids": {b.name: list(b.layer_ids) for b in geometry.buffers if b.kind == "index"},
     }
     for name, described in geometry.describe().items():

@@ -25,6 +25,18 @@ def rank_positions(total_pages: int, rank: int, ranks: int) -> range:
     return range(start, start + share + (rank < extra))
 
 
+def plan_owners(pages: int, ranks: int, first: int = 0) -> npt.NDArray[np.int8]:
+    """The owner of each of a request's new pages: a range for each rank, in order, from rank `first` on.
+
+    A function of these numbers alone, so every rank computes it alike and no chunk boundary matters. The
+    ranges differ by one page at most; ranges rather than turns, so that a rank's pages stay neighbours and
+    go in few writes.
+    """
+    parts = [len(rank_positions(pages, rank, ranks)) for rank in range(ranks)]
+    order = (np.arange(ranks) + first) % ranks
+    return np.repeat(order, parts).astype(np.int8)
+
+
 def owned(pages: PageArray, first_position: int, mine: range) -> tuple[PageArray, int]:
     """The pages of a chunk that lie in `mine`, as a view, and the position of the first of them."""
     # comparisons, not min and max: this runs once for each chunk and rank

@@ -53,6 +53,27 @@ def summary(pages: Sequence[int] | PageArray) -> str:
     return f"[{', '.join(shown)}] ({len(pages)})"
 
 
+def stretches(positions: PageArray) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as (first, count) of each unbroken stretch."""
+    if not len(positions):
+        return ()
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    parts = np.split(positions, breaks)
+    return tuple((int(part[0]), len(part)) for part in parts)
+
+
+def require_tiling(parts: Iterable[Iterable[tuple[int, int]]], first: int, stop: int) -> None:
+    """PageMismatch unless the stretches of all ranks together are first..stop, each position once."""
+    at = first
+    for start, count in sorted(stretch for part in parts for stretch in part):
+        if start != at:
+            kind = "in no rank's part" if start > at else "in the parts of two ranks"
+            raise PageMismatch(f"position {min(start, at)} is {kind}; {first}..{stop} were to come")
+        at += count
+    if at != stop:
+        raise PageMismatch(f"the ranks' parts end at position {at}, {first}..{stop} were to come")
+
+
 def require_equal_counts(source: PageArray, destination: PageArray) -> None:
     """PageMismatch unless both lists are equally long. A shared rule: no path truncates."""
     if len(source) != len(destination):

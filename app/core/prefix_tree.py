@@ -209,6 +209,10 @@ class PrefixTree:
         """The node ids from the top down to `node`."""
         return self._tree.path(node)
 
+    def nodes(self, node: int) -> list[NodeInfo]:
+        """The path down to `node`, from the top; of node 0, which is none, nothing."""
+        return [self.node(number) for number in self.path(node)] if node else []
+
     def stats(self) -> TreeStats:
         return self._tree.stats()
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from app.core.fingerprint import Fingerprint, build_fingerprint
 from app.core.holds import Quarantine
 from app.core.ids import InstanceId
-from app.core.lanes import PageLane
-from app.core.slots import SLOT_BYTES, SlotTable
-from app.engine.base import Text
+from app.core.prefix_tree import namespace
+from app.core.slots import SlotFormat, SlotTable
+from app.engine.base import Engine, Text
+from app.engine.generate import TOP_K
 from app.engine.load import load_engine
+from app.engine.overrides import merge_overrides
 from app.errors import SettingsError
 from app.service.context import NodeContext
 from app.service.forwards import Forwards
@@ -22,9 +26,10 @@ from app.service.gates import PageGate
 from app.settings import NodeSettings
 from app.tiers.device import DevicePool
 from app.tiers.events import EventBridge
+from app.tiers.prefix import PrefixCache
 from app.transfer import mooncake
 from app.transfer.base import EngineDriver, Region
-from app.transfer.blocks import BufferLayout
+from app.transfer.blocks import BufferLayout, Layouts
 from app.transfer.client import ControlClient, HttpControlClient
 from app.transfer.engine import Engine as WindowedEngine
 from app.transfer.engine import Limits
@@ -55,56 +60,133 @@ async def build(
 
     `driver` and `client` stand in for the real engine and for HTTP.
     """
-    model = settings.model
-    load = partial(
-        load_engine,
+    load = partial(load_model, settings)
+    engine, text = await asyncio.get_running_loop().run_in_executor(None, load)
+    form = SlotFormat()
+    if engine.draft is not None:
+        form = SlotFormat(hidden=engine.draft.hidden_size, top_k=TOP_K)
+    fingerprint = build_fingerprint(
+        geometry=engine.geometry,
+        model=engine.name,
+        model_revision=engine.revision,
+        compute_dtype=engine.compute_dtype,
+        draft=None if engine.draft is None else engine.draft.name,
+        digest_mode=settings.transfer.digests,
+        slots=form,
+        hidden_size=engine.hidden_size,
+        reuse=_reuse(settings),
+    )
+    pools = make_pools(settings, engine, form)
+    engine.bind(pools)
+    transfers = await start_transfers(settings, pools, driver or mooncake_driver(settings))
+    layouts = tuple(pool_layouts(pool) for pool in pools)
+    control = client or HttpControlClient(token=settings.secret())
+    handshake_s = settings.deadlines.handshake_s
+    exact = settings.cache.reuse == "exact"
+    cache = PrefixCache(
+        page_size=settings.cache.page_size,
+        pages=settings.cache.pages,
+        ranks=settings.cp.size,
+        reuse=settings.cache.reuse != "off",
+        grid=settings.prefill.chunk_tokens if exact else None,
+    )
+    context = NodeContext(
+        settings=settings,
+        instance=instance,
+        engine=engine,
+        pools=pools,
+        layouts=layouts,
+        space=namespace(fingerprint, bigrams=engine.draft is not None),
+        cache=cache,
+        gate=PageGate(cache, max_waiting=settings.limits.queued_requests),
+        slots=SlotTable(settings.cache.slots),
+        quarantine=Quarantine(),
+        forwards=Forwards(threads=settings.model.threads, stall_s=settings.deadlines.stall_s),
+        bridge=EventBridge(settings.model.device),
+        transfers=transfers,
+        client=control,
+        peers=Peers(introduction, lambda: layouts[0], control, transfers, timeout_s=handshake_s),
+        spawn=spawn,
+        digest_thread=ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest"),
+    )
+    return Parts(context, text, fingerprint)
+
+
+def load_model(settings: NodeSettings) -> tuple[Engine, Text]:
+    """The engine that the settings ask for, and its text side. Blocks for seconds."""
+    model, split = settings.model, settings.cp.split
+    assert split != "round_robin", "refused by the settings"
+    return load_engine(
         name=model.name,
         page_size=settings.cache.page_size,
         dtype=model.dtype,
         device=model.device,
         threads=model.threads,
         layer_delay_s=model.layer_delay_s,
+        cache_dtype=settings.cache.dtype,
+        kv=model.kv,
+        ranks=settings.cp.size,
+        split=split,
+        draft=model.draft,
+        overrides=merge_overrides(
+            model.overrides, freq=model.index_topk_freq, offset=model.index_skip_topk_offset
+        ),
     )
-    engine, text = await asyncio.get_running_loop().run_in_executor(None, load)
-    pool = DevicePool(engine.geometry, settings.cache.pages, settings.cache.slots, device=model.device)
-    engine.bind(pool)
-    transfer = WindowedEngine(driver or mooncake_driver(settings), limits(settings))
-    await transfer.start()
-    regions = [Region(name, b.base, b.length) for name, b in pool.buffers.items()]
-    await transfer.register([*regions, Region("slots", pool.slots.data_ptr(), pool.slots.numel())])
-    layouts = {
-        name: BufferLayout(spec=b.spec, base=b.base, layer_stride=b.layer_stride, pages=settings.cache.pages)
+
+
+def make_pools(settings: NodeSettings, engine: Engine, form: SlotFormat) -> tuple[DevicePool, ...]:
+    """A pool for each rank, each on a device of its own where there are several; slots in the first."""
+    cache, device = settings.cache, settings.model.device
+    devices: list[str] = [device] * settings.cp.size
+    if device == "cuda" and settings.cp.size > 1:
+        devices = [f"cuda:{rank}" for rank in range(settings.cp.size)]
+        if torch.cuda.device_count() < settings.cp.size:
+            raise SettingsError(
+                f"cp.size ({settings.cp.size}): there are {torch.cuda.device_count()} devices"
+            )
+    return tuple(
+        DevicePool(engine.geometry, cache.pages, 0 if rank else cache.slots, device=name, slot_format=form)
+        for rank, name in enumerate(devices)
+    )
+
+
+async def start_transfers(
+    settings: NodeSettings, pools: Sequence[DevicePool], driver: DriverFactory
+) -> tuple[WindowedEngine, ...]:
+    """A transfer session for each rank, its pool registered. None is left running when one fails."""
+    started: list[WindowedEngine] = []
+    try:
+        for pool in pools:
+            transfer = WindowedEngine(driver, limits(settings))
+            await transfer.start()
+            started.append(transfer)
+            if settings.cp.shared_kv and not transfer.addressed:
+                raise SettingsError(
+                    f"cp.shared_kv: the transfer engine ({transfer.transport}) cannot send the pages of one "
+                    "owner to positions of their own"
+                )
+            regions = [Region(name, b.base, b.length) for name, b in pool.buffers.items()]
+            if pool.slots.numel():
+                regions.append(Region("slots", pool.slots.data_ptr(), pool.slots.numel()))
+            await transfer.register(regions)
+    except BaseException:
+        for transfer in started:
+            await transfer.close()
+        raise
+    return tuple(started)
+
+
+def pool_layouts(pool: DevicePool) -> Layouts:
+    """Where a pool's buffers lie."""
+    return {
+        name: BufferLayout(spec=b.spec, base=b.base, layer_stride=b.layer_stride, pages=pool.pages)
         for name, b in pool.buffers.items()
     }
-    control = client or HttpControlClient(token=settings.secret())
-    fingerprint = build_fingerprint(
-        geometry=engine.geometry,
-        model=engine.name,
-        model_revision=engine.revision,
-        compute_dtype=engine.compute_dtype,
-        draft=None,
-        digest_mode=settings.transfer.digests,
-        slot_bytes=SLOT_BYTES,
-    )
-    handshake_s = settings.deadlines.handshake_s
-    context = NodeContext(
-        settings=settings,
-        instance=instance,
-        engine=engine,
-        pool=pool,
-        layouts=layouts,
-        gate=PageGate(PageLane(settings.cache.pages), max_waiting=settings.limits.queued_requests),
-        slots=SlotTable(settings.cache.slots),
-        quarantine=Quarantine(),
-        forwards=Forwards(threads=model.threads, stall_s=settings.deadlines.stall_s),
-        bridge=EventBridge(model.device),
-        transfer=transfer,
-        client=control,
-        peers=Peers(introduction, lambda: layouts, control, transfer, timeout_s=handshake_s),
-        spawn=spawn,
-        digest_thread=ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest"),
-    )
-    return Parts(context, text, fingerprint)
+
+
+def _reuse(settings: NodeSettings) -> str:
+    """Only exact reuse has to be alike at both ends: its grid is that of prefill's chunks."""
+    return f"exact/{settings.prefill.chunk_tokens}" if settings.cache.reuse == "exact" else "any"
 
 
 def mooncake_driver(settings: NodeSettings) -> DriverFactory:

@@ -13,13 +13,15 @@ from typing import Any
 from app.core.digests import items, page_digests
 from app.core.holds import Quarantine
 from app.core.ids import InstanceId, PageArray, RoomId
+from app.core.prefix_tree import Namespace
 from app.core.slots import SlotTable
 from app.engine.base import Engine
 from app.service.forwards import Forwards
 from app.service.gates import PageGate
 from app.settings import NodeSettings
-from app.tiers.device import DevicePool
+from app.tiers.device import DevicePool, readable
 from app.tiers.events import EventBridge
+from app.tiers.prefix import PrefixCache
 from app.transfer.base import TransferEngine
 from app.transfer.blocks import Layouts
 from app.transfer.client import ControlClient
@@ -35,14 +37,20 @@ class NodeContext:
     settings: NodeSettings
     instance: InstanceId
     engine: Engine
-    pool: DevicePool
-    layouts: Layouts
+    pools: tuple[DevicePool, ...]
+    """One for each rank; the metadata slots lie in the first."""
+    layouts: tuple[Layouts, ...]
+    """Of each rank."""
+    space: Namespace
+    """Under which prompts are kept in the prefix tree."""
+    cache: PrefixCache
     gate: PageGate
     slots: SlotTable
     quarantine: Quarantine
     forwards: Forwards
     bridge: EventBridge
-    transfer: TransferEngine
+    transfers: tuple[TransferEngine, ...]
+    """One for each rank."""
     client: ControlClient
     peers: Peers
     spawn: Callable[[Coroutine[Any, Any, None], str], None]
@@ -54,6 +62,16 @@ class NodeContext:
     def page_size(self) -> int:
         return self.settings.cache.page_size
 
+    @property
+    def pool(self) -> DevicePool:
+        """The first rank's."""
+        return self.pools[0]
+
+    @property
+    def transfer(self) -> TransferEngine:
+        """The first rank's, which also carries the metadata records."""
+        return self.transfers[0]
+
     async def digests(
         self, pages: PageArray, mode: str | None = None, *, layers: Collection[int] | None = None
     ) -> list[int]:
@@ -63,12 +81,14 @@ class NodeContext:
             return []
 
         def work() -> list[int]:
-            arrays, places = self.pool.readable(pages)
+            arrays, places = readable(self.pools, pages)
             return page_digests(self.engine.geometry, arrays, places, chosen, layers)
 
         checked = items(self.engine.geometry, len(pages), chosen, layers)
-        if self.pool.device.type == "cpu" and _sum_within(
-            _INLINE_BYTES, (s.item_bytes for s, _, _ in checked)
+        if (
+            self.pool.device.type == "cpu"
+            and len(self.pools) == 1
+            and _sum_within(_INLINE_BYTES, (s.item_bytes for s, _, _ in checked))
         ):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.digest_thread, work)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import structlog
@@ -15,8 +16,9 @@ import structlog
 from app.core.lifecycle import Event
 from app.core.pages import pages_for
 from app.core.slots import Metadata
-from app.engine.base import ForwardStep, NoHooks
-from app.engine.local import combined_digest, logits_digest
+from app.engine.base import NoHooks
+from app.engine.digests import combined_digest
+from app.engine.generate import Continuation
 from app.engine.sampling import Sampler
 from app.errors import (
     ClientGone,
@@ -30,6 +32,7 @@ from app.errors import (
 )
 from app.service.context import NodeContext
 from app.service.decode_rooms import DecodeJob, DecodeRooms
+from app.service.handover import handover_of
 from app.service.jobs import Job, Request, TokenOut
 from app.transfer.messages import Destination
 from app.transfer.peers import Peer
@@ -84,8 +87,7 @@ class DecodeService:
         self._check(request)
         limits = self.node.settings.deadlines
         job.peer = await self.node.peers.meet(request.bootstrap_url)
-        total = len(request.prompt) + request.max_new_tokens
-        job.pages = await self.node.gate.take(pages_for(total, self.node.page_size), timeout_s=limits.queue_s)
+        await self._take_pages(job, request)
         job.slot = self.node.slots.take(job.room)
         if job.slot is None:
             raise NoCapacity("no metadata slot is free (cache.slots)", room=job.room)
@@ -112,6 +114,37 @@ class DecodeService:
         with job.deadline(limits.decode_s, "decoding outlived deadlines.decode_s:"):
             await self._decode(job, request, metadata)
         job.life.advance(Event.FINISH)
+        self._keep(job, request)
+
+    def _keep(self, job: DecodeJob, request: Request) -> None:
+        """Leave the rows behind for later prompts: those that target and draft have both written.
+
+        In exact mode, and where the draft was not run, only what prefill has computed: a row that was decoded
+        alone has other low bits.
+        """
+        assert job.lease is not None and job.pages is not None
+        rows = len(request.prompt)
+        drafted = self.node.engine.draft is None or self._proposals(request) > 0
+        if self.node.settings.cache.reuse == "page" and job.continuation is not None and drafted:
+            rows = job.continuation.position
+        tokens = [*request.prompt, *job.emitted]
+        self.node.cache.keep(job.lease, tokens[: rows + self.node.space.bigrams], job.pages)
+
+    async def _take_pages(self, job: DecodeJob, request: Request) -> None:
+        """The lease: what is here of the prompt, and pages for the rest of it and for the answer."""
+        node = self.node
+        job.lease = lease = node.cache.find(node.space, request.prompt, most=len(request.prompt))
+        rows = len(request.prompt) + request.max_new_tokens
+        missing = pages_for(rows, node.page_size) - len(lease.prefix)
+        lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
+        job.pages = lease.pages
+        job.first_position = max(job.first_position, len(lease.prefix))
+        job.facts["cached_tokens"] = len(lease.prefix) * node.page_size
+
+    def _proposals(self, request: Request) -> int:
+        """Tokens that the draft proposes a step: verified greedily, so only for greedy requests."""
+        greedy = self.node.engine.draft is not None and request.sampling.temperature <= 0
+        return self.node.settings.model.draft_tokens if greedy else 0
 
     def _check(self, request: Request) -> None:
         limits = self.node.settings.limits
@@ -158,33 +191,50 @@ class DecodeService:
 
     async def _decode(self, job: DecodeJob, request: Request, metadata: Metadata) -> None:
         """Steps take turns with other requests; the slot is ours until the first one has been processed."""
-        token = TokenOut(token=metadata.first_token, log_probability=metadata.log_probability)
-        sampler = Sampler(request.sampling)
-        position = len(request.prompt)
+        assert job.pages is not None
+        first = TokenOut(token=metadata.first_token, log_probability=metadata.log_probability)
+        going_on = Continuation(
+            self.node.engine,
+            job.pages,
+            len(request.prompt),
+            handover_of(metadata),
+            Sampler(request.sampling),
+            self._proposals(request),
+            digests=self.node.settings.trace,
+        )
+        job.continuation = going_on
         limits = self.node.settings.deadlines
-        for left in range(request.max_new_tokens - 1, -1, -1):
-            job.output.put_nowait(token)
-            if not left or (token.token in self.node.engine.stop_tokens and not request.ignore_eos):
-                return
-            async with self.node.forwards.turn(timeout_s=limits.queue_s):
-                work = partial(self._step, job, token.token, position, sampler)
-                token = await self.node.forwards.run(work)
-            self.rooms.free_slot(job)
-            position += 1
+        left = request.max_new_tokens
+        fresh: Sequence[TokenOut] = (first,)
+        while True:
+            for token in fresh:
+                job.output.put_nowait(token)
+                job.emitted.append(token.token)
+                left -= 1
+                if not left or (token.token in self.node.engine.stop_tokens and not request.ignore_eos):
+                    return
             if job.stop_requested:
                 return
+            async with self.node.forwards.turn(timeout_s=limits.queue_s):
+                fresh = await self.node.forwards.run(partial(self._step, job, going_on, left))
+            self.rooms.free_slot(job)
 
     def finish_early(self, job: Job) -> None:
         """A stop string has been seen: no more tokens are wanted."""
         if isinstance(job, DecodeJob):
             job.stop_requested = True
 
-    def _step(self, job: DecodeJob, token: int, position: int, sampler: Sampler) -> TokenOut:
-        """On the forward thread: one token."""
-        assert job.pages is not None
-        step = ForwardStep(tokens=[token], start=position, pages=job.pages)
-        logits = self.node.engine.forward(step, _Progress(self.node, job))
-        assert logits is not None
-        chosen, log_probability = sampler.choose(logits)
-        digest = logits_digest(logits) if self.node.settings.trace else None
-        return TokenOut(token=chosen, log_probability=log_probability, logits=digest)
+    def _step(self, job: DecodeJob, going_on: Continuation, left: int) -> list[TokenOut]:
+        """On the forward thread: one step, which gives a token and those of the draft's that were right."""
+        out = going_on.step(_Progress(self.node, job), at_most=left)
+        job.facts["proposed_tokens"] = job.facts.get("proposed_tokens", 0) + out.proposed
+        job.facts["accepted_tokens"] = job.facts.get("accepted_tokens", 0) + out.accepted
+        return [
+            TokenOut(
+                token=t.token,
+                log_probability=t.log_probability,
+                logits=t.logits,
+                draft_logits=t.draft_logits,
+            )
+            for t in out.tokens
+        ]

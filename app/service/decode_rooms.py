@@ -17,10 +17,18 @@ from pydantic import ValidationError
 from app.core.digests import require_equal_digests
 from app.core.ids import PageArray, RoomId
 from app.core.lifecycle import DECODE, Event, Lifecycle, State
-from app.core.pages import pages_for
+from app.core.pages import pages_for, require_tiling
 from app.core.rooms import RoomTable
 from app.core.slots import SlotRef
-from app.errors import IllegalTransition, KvferryError, NoCapacity, PeerRefused, UnknownRoom
+from app.engine.generate import Continuation
+from app.errors import (
+    IllegalTransition,
+    KvferryError,
+    NoCapacity,
+    PageMismatch,
+    PeerRefused,
+    UnknownRoom,
+)
 from app.service.context import NodeContext
 from app.service.jobs import Job, Request, TokenOut
 from app.transfer.client import error_from_problem
@@ -47,6 +55,9 @@ class DecodeJob(Job):
     """Layers whose digests have been compared ahead of the end."""
     landed: asyncio.Event = field(default_factory=asyncio.Event)
     """Delivered, and the bytes are those that were sent."""
+    emitted: list[int] = field(default_factory=list)
+    """Tokens of the answer so far."""
+    continuation: Continuation | None = None
     stop_requested: bool = False
     """The reader has seen enough: end with success after the step in progress."""
     output: asyncio.Queue[TokenOut | None] = field(default_factory=asyncio.Queue)
@@ -107,6 +118,7 @@ class DecodeRooms:
         left = set(every) - set(layers) - job.checked
         if left:
             raise PeerRefused(f"no digests were sent of layers {sorted(left)}", room=room)
+        self._require_all_ranks(job, message)
         job.delivered = True
         job.settled_at_s = time.monotonic() + min(message.settle_s, self.node.settings.deadlines.quarantine_s)
         self._require_equal(job, message.digests, landed, layers)
@@ -115,6 +127,26 @@ class DecodeRooms:
         job.phases.mark("transfer_end")
         job.landed.set()
         return Told(room=room, accepted=True)
+
+    def _require_all_ranks(self, job: DecodeJob, message: Complete) -> None:
+        """PageMismatch, which fails the room, unless every rank has sent its part, without gap or overlap."""
+        assert job.peer is not None
+        expected = [endpoint.rank for endpoint in job.peer.introduction.ranks]
+        page_bytes = self.node.engine.geometry.page_bytes()
+        try:
+            if [sent.rank for sent in message.ranks] != expected:
+                raise PageMismatch(
+                    f"ranks {[sent.rank for sent in message.ranks]} have sent, not {expected}", room=job.room
+                )
+            stop = job.first_position + len(self._received(job))
+            require_tiling((sent.positions for sent in message.ranks), job.first_position, stop)
+            for sent in message.ranks:
+                owed = sum(count for _, count in sent.positions) * page_bytes
+                if sent.sent_bytes != owed:
+                    raise PageMismatch(f"rank {sent.rank} has sent {sent.sent_bytes} bytes, not {owed}")
+        except KvferryError as error:
+            job.fail(error)
+            raise
 
     async def _landed_digests(self, job: DecodeJob, layers: Collection[int]) -> list[int] | None:
         """Digests of what is here of these layers. None when the room has landed, before or meanwhile."""
@@ -193,8 +225,8 @@ class DecodeRooms:
         return self.node.hold(job.room, why, job.pages, lambda: self._free(job), for_s)
 
     def _free(self, job: DecodeJob) -> None:
-        if job.pages is not None:
-            self.node.gate.give(job.pages)
+        if job.lease is not None:
+            self.node.gate.end(job.lease)
         self.free_slot(job)
         if job.life.failing:
             job.life.advance(Event.DRAINED)

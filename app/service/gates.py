@@ -6,15 +6,15 @@ import asyncio
 from collections import deque
 
 from app.core.ids import PageArray
-from app.core.lanes import PageLane
 from app.errors import DeadlineExceeded, NoCapacity
+from app.tiers.prefix import Lease, PrefixCache
 
 
 class PageGate:
-    """Hands out a lane's pages in the order of asking; a waiter that gives up leaves the queue."""
+    """Hands out a cache's pages in the order of asking; a waiter that gives up leaves the queue."""
 
-    def __init__(self, lane: PageLane, *, max_waiting: int) -> None:
-        self.lane = lane
+    def __init__(self, cache: PrefixCache, *, max_waiting: int) -> None:
+        self.cache = cache
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[int, asyncio.Future[PageArray]]] = deque()
 
@@ -24,10 +24,10 @@ class PageGate:
 
     async def take(self, count: int, *, timeout_s: float) -> PageArray:
         """`count` pages. NoCapacity when they can never be had or the queue is full."""
-        if count > self.lane.pages:
-            raise NoCapacity(f"{count} pages are needed and this node has {self.lane.pages} (cache.pages)")
+        if count > self.cache.pages:
+            raise NoCapacity(f"{count} pages are needed and this node has {self.cache.pages} (cache.pages)")
         if not self._waiting:
-            pages = self.lane.allocate(count)
+            pages = self.cache.allocate(count)
             if pages is not None:
                 return pages
         if len(self._waiting) >= self._max_waiting:
@@ -52,21 +52,27 @@ class PageGate:
             return
         place.cancel()
         self._waiting = deque(w for w in self._waiting if w[1] is not place)
-        self._serve()
+        self.serve()
 
     def give(self, pages: PageArray) -> None:
         """Return pages and serve whoever waits."""
-        self.lane.release(pages)
-        self._serve()
+        self.cache.release(pages)
+        self.serve()
 
-    def _serve(self) -> None:
+    def end(self, lease: Lease) -> None:
+        """End a request's lease and serve whoever waits: what it had pinned may be evicted now."""
+        self.cache.end(lease)
+        self.serve()
+
+    def serve(self) -> None:
+        """Grant pages to those who wait, in their order, as far as they go."""
         while self._waiting:
             count, place = self._waiting[0]
-            pages = self.lane.allocate(count)
+            pages = self.cache.allocate(count)
             if pages is None:
                 return
             self._waiting.popleft()
             if place.done():  # given up, and not yet out of the queue
-                self.lane.release(pages)
+                self.cache.release(pages)
             else:
                 place.set_result(pages)

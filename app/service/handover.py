@@ -1,11 +1,14 @@
-"""The end of a prefill: the metadata slot, then the word that everything has landed."""
+"""The end of a prefill: what it hands over, the metadata slot, then the word that everything has landed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from app.core.slots import SLOT_BYTES, Metadata, encode
+import numpy as np
+
+from app.core.slots import Metadata
+from app.engine.generate import Handover
 from app.service.context import NodeContext
 from app.service.prefill_rooms import PrefillJob
 from app.transfer.base import Batch, Block
@@ -16,18 +19,38 @@ from app.transfer.peers import Peer
 _WORTH_A_MESSAGE_S = 0.1
 
 
+def metadata_of(handover: Handover) -> Metadata:
+    """The record of what prefill hands over. The logits stay here."""
+    none = np.empty(0, np.float32)
+    return Metadata(
+        first_token=handover.token,
+        log_probability=handover.log_probability,
+        hidden=none if handover.hidden is None else handover.hidden,
+        top_tokens=handover.top_ids,
+        top_log_probabilities=handover.top_log_probabilities,
+    )
+
+
+def handover_of(metadata: Metadata) -> Handover:
+    """What a record hands over; its arrays stay those of the record, and of the slot that it lies in."""
+    return Handover(
+        token=metadata.first_token,
+        log_probability=metadata.log_probability,
+        hidden=metadata.hidden if len(metadata.hidden) else None,
+        top_ids=metadata.top_tokens,
+        top_log_probabilities=metadata.top_log_probabilities,
+    )
+
+
 def send_metadata(node: NodeContext, job: PrefillJob, peer: Peer) -> Batch:
     """Submit the record of a job's first token, out of the staging slot that the job holds to its end."""
-    assert job.destination is not None and job.first is not None and job.staging is not None
-    record = encode(
-        job.room,
-        job.destination.generation,
-        Metadata(first_token=job.first.token, log_probability=job.first.log_probability),
-    )
+    assert job.destination is not None and job.handover is not None and job.staging is not None
+    form = node.pool.slot_format
+    record = form.encode(job.room, job.destination.generation, job.handover)
     block = Block(
         source=node.pool.write_slot(job.staging.index, record),
-        destination=peer.rank.slots_base + job.destination.slot * SLOT_BYTES,
-        length=SLOT_BYTES,
+        destination=peer.rank.slots_base + form.offset(job.destination.slot),
+        length=form.slot_bytes,
     )
     return node.transfer.submit(peer.rank.session, [block], label=f"{job.room}:metadata")
 
@@ -68,6 +91,7 @@ async def tell_complete(
         instance=node.instance,
         generation=job.destination.generation,
         sent_bytes=job.sent_bytes,
+        ranks=job.by_rank(),
         digests=tuple(digests),
         layers=tuple(layers),
         settle_s=max(job.settled_at_s() - time.monotonic(), 0.0),

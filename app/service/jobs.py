@@ -17,6 +17,7 @@ from app.core.phases import Phases
 from app.engine.sampling import Sampling
 from app.errors import DeadlineExceeded, KvferryError
 from app.obs.logging import log_once
+from app.tiers.prefix import Lease
 
 log = structlog.get_logger(__name__)
 
@@ -37,11 +38,12 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOut:
-    """One output token. `logits` is its bit-exact digest when tracing is on."""
+    """One output token. The digests of main and draft logits are bit-exact, and there when tracing is on."""
 
     token: int
     log_probability: float
     logits: str | None = None
+    draft_logits: str | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,7 +55,10 @@ class Job:
     phases: Phases = field(default_factory=Phases)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     request: Request | None = None
+    lease: Lease | None = None
+    """What the room holds of L1, from the look-up to the end of its drain."""
     pages: PageArray | None = None
+    """Its page table: reused pages, then its own."""
     peer_url: str = ""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request's outcome is known; pages may still be draining."""
@@ -94,6 +99,7 @@ class Job:
             "request_id": request.request_id if request else "",
             "prompt_tokens": len(request.prompt) if request else 0,
             "pages": 0 if self.pages is None else len(self.pages),
+            "cached_pages": 0 if self.lease is None else len(self.lease.prefix),
             "error": None if reason is None else {"type": reason.slug, "reason": reason.message},
             **{k: round(v, 6) for k, v in self.phases.durations().items()},
             **self.facts,

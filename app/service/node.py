@@ -84,12 +84,16 @@ class Node:
     def introduction(self) -> Introduction:
         """Who this node is, for a handshake."""
         context = self.context
-        endpoint = RankEndpoint(
-            rank=0,
-            session=context.transfer.session,
-            buffers=tuple(BufferPlace.of(layout) for layout in context.layouts.values()),
-            slots_base=context.pool.slots.data_ptr(),
-            slots_bytes=context.pool.slots.numel(),
+        slots = context.pool.slots
+        ranks = tuple(
+            RankEndpoint(
+                rank=rank,
+                session=transfer.session,
+                buffers=tuple(BufferPlace.of(layout) for layout in layouts.values()),
+                slots_base=0 if rank else slots.data_ptr(),
+                slots_bytes=0 if rank else slots.numel(),
+            )
+            for rank, (transfer, layouts) in enumerate(zip(context.transfers, context.layouts, strict=True))
         )
         return Introduction(
             instance=self.instance,
@@ -97,7 +101,7 @@ class Node:
             url=self.url,
             capabilities=CAPABILITIES,
             fingerprint=dict(self.fingerprint.parts),
-            ranks=(endpoint,),
+            ranks=ranks,
         )
 
     # ------------------------------------------------------------------ life
@@ -125,8 +129,8 @@ class Node:
             instance=self.instance,
             fingerprint=self.fingerprint.hash,
             transport=self._context.transfer.transport,
-            session=self._context.transfer.session,
-            pool_bytes=self._context.pool.total_bytes,
+            sessions=[transfer.session for transfer in self._context.transfers],
+            pool_bytes=sum(pool.total_bytes for pool in self._context.pools),
             dtype=self._context.engine.compute_dtype,
         )
 
@@ -175,11 +179,13 @@ class Node:
             if self._tasks:
                 await asyncio.wait(tuple(self._tasks), timeout=grace_s)
         await context.client.close()
-        await context.transfer.close()
+        for transfer in context.transfers:
+            await transfer.close()
         context.bridge.close()
         context.forwards.close()
         context.digest_thread.shutdown(wait=True, cancel_futures=True)
-        context.pool.close()
+        for pool in context.pools:
+            pool.close()
 
     # ------------------------------------------------------------------ how it is
 
@@ -230,7 +236,7 @@ class Node:
     def check_integrity(self) -> None:
         """Every pool, table and queue of this node."""
         context = self.context
-        context.gate.lane.check_integrity()
+        context.cache.check_integrity()
         context.slots.check_integrity()
         self.table().check_integrity()
         if self.prefill is not None:

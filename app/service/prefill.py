@@ -16,9 +16,10 @@ from app.core.chunks import ChunkPlan, plan_chunks
 from app.core.groups import plan_groups
 from app.core.ids import PageArray
 from app.core.lifecycle import Event
+from app.core.owners import owned_by
 from app.core.pages import pages_for, slice_positions
-from app.engine.base import ForwardStep
-from app.engine.local import combined_digest, logits_digest
+from app.engine.digests import combined_digest, logits_digest
+from app.engine.generate import prefill_chunk
 from app.engine.sampling import Sampler
 from app.errors import (
     ClientGone,
@@ -31,7 +32,7 @@ from app.errors import (
     UnknownRoom,
 )
 from app.service.context import NodeContext
-from app.service.handover import send_metadata, tell_ahead, tell_complete
+from app.service.handover import metadata_of, send_metadata, tell_ahead, tell_complete
 from app.service.jobs import Request, TokenOut
 from app.service.prefill_rooms import PrefillJob, PrefillRooms
 from app.service.sender import PageSender
@@ -89,9 +90,9 @@ class PrefillService:
         target = self.rooms.target(job)
         assert job.destination is not None
         peer = self.node.peers.of(job.destination.instance)
-        wanted = pages_for(len(request.prompt), self.node.page_size)
-        job.pages = await self.node.gate.take(wanted, timeout_s=limits.queue_s)
         async with self.node.forwards.turn(timeout_s=limits.queue_s):
+            # looked up when the turn has come, so that the prompt just before this one is found
+            await self._take_pages(job, request)
             job.staging = self.node.slots.take(job.room)
             if job.staging is None:
                 raise NoCapacity("no metadata slot is free (cache.slots)", room=job.room)
@@ -100,7 +101,23 @@ class PrefillService:
             registered = self._register(job, request, peer, target)
             with job.deadline(limits.forward_s, "the forward outlived deadlines.forward_s:"):
                 await self._forward(job, request, registered, peer)
+            self._keep(job, request)
         await self._finish(job, peer)
+
+    async def _take_pages(self, job: PrefillJob, request: Request) -> None:
+        """The lease: what is cached of the prompt, and pages for the rest. Its last token is computed anew."""
+        node, total = self.node, len(request.prompt)
+        job.lease = lease = node.cache.find(node.space, request.prompt, most=total - 1)
+        missing = pages_for(total, node.page_size) - len(lease.prefix)
+        lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
+        job.pages = lease.pages
+        job.facts["cached_tokens"] = len(lease.prefix) * node.page_size
+
+    def _keep(self, job: PrefillJob, request: Request) -> None:
+        """Every row has been written: later prompts may use them, while this one's are still being sent."""
+        assert job.lease is not None and job.pages is not None and job.first is not None
+        if job.life.reason is None:
+            self.node.cache.keep(job.lease, [*request.prompt, job.first.token], job.pages)
 
     def _check(self, request: Request) -> None:
         if not request.prompt:
@@ -113,34 +130,51 @@ class PrefillService:
 
     def _register(self, job: PrefillJob, request: Request, peer: Peer, target: PageArray) -> Registered:
         """Register every chunk before the first forward, so that no layer end is missed."""
-        assert job.destination is not None and job.pages is not None
-        first = job.destination.first_position
+        assert job.destination is not None and job.lease is not None
         registered: Registered = []
         for plan in plan_chunks(
             len(request.prompt),
             page_size=self.node.page_size,
             chunk_tokens=self.node.settings.prefill.chunk_tokens,
-            first_position=first,
+            cached_tokens=len(job.lease.prefix) * self.node.page_size,
+            first_position=job.destination.first_position,
         ):
-            sender = PageSender(
-                engine=self.node.transfer,
-                peer=peer,
-                layouts=self.node.layouts,
-                source=slice_positions(job.pages, 0, plan.first_page, plan.last_page),
-                destination=slice_positions(target, first, plan.first_page, plan.last_page),
-                label=f"{job.room}:{plan.start}",
-            )
             context = ChunkContext(
                 room=job.room,
                 start=plan.start,
                 layers=self.node.engine.geometry.layers,
                 groups=self._groups,
-                destinations=[sender],
+                destinations=self._senders(job, plan, peer, target),
                 event_wait=self.node.bridge.wait,
+                receivers=1,
             )
             job.contexts.append(self.rooms.fifos.register(context))
             registered.append((plan, context))
         return registered
+
+    def _senders(self, job: PrefillJob, plan: ChunkPlan, peer: Peer, target: PageArray) -> list[PageSender]:
+        """One a rank: the pages of a chunk that it owns, paired by absolute position with the peer's."""
+        assert job.destination is not None and job.pages is not None
+        node, first = self.node, job.destination.first_position
+        pages = slice_positions(job.pages, 0, plan.first_page, plan.last_page)
+        owners = node.cache.lanes.owners_of(pages)
+        wanted = slice_positions(target, first, plan.first_page, plan.last_page)
+        senders = []
+        for rank, (engine, layouts) in enumerate(zip(node.transfers, node.layouts, strict=True)):
+            mine, positions = owned_by(pages, owners, rank, plan.first_page)
+            senders.append(
+                PageSender(
+                    rank=rank,
+                    engine=engine,
+                    peer=peer,
+                    layouts=layouts,
+                    source=node.cache.lanes.physical(mine),
+                    destination=wanted[positions - plan.first_page],
+                    positions=positions,
+                    label=f"{job.room}:{plan.start}:{rank}",
+                )
+            )
+        return senders
 
     async def _forward(self, job: PrefillJob, request: Request, registered: Registered, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
@@ -168,18 +202,29 @@ class PrefillService:
     ) -> TokenOut | None:
         """On the forward thread: one chunk, and the first token after the last one."""
         assert job.pages is not None
-        step = ForwardStep(
-            tokens=request.prompt[plan.start : plan.end],
-            start=plan.start,
-            pages=job.pages,
-            wants_logits=plan.is_last,
+        engine = self.node.engine
+        handover = prefill_chunk(
+            engine,
+            request.prompt,
+            plan,
+            job.pages,
+            notes,
+            Sampler(request.sampling),
+            drafts=engine.draft is not None,
         )
-        logits = self.node.engine.forward(step, notes)
-        if logits is None:
+        if handover is None:
             return None
-        token, log_probability = Sampler(request.sampling).choose(logits)
-        digest = logits_digest(logits) if self.node.settings.trace else None
-        return TokenOut(token=token, log_probability=log_probability, logits=digest)
+        job.handover = metadata_of(handover)
+        digests: list[str | None] = [None, None]
+        if self.node.settings.trace:
+            both = handover.logits, handover.draft_logits
+            digests = [None if one is None else logits_digest(one) for one in both]
+        return TokenOut(
+            token=handover.token,
+            log_probability=handover.log_probability,
+            logits=digests[0],
+            draft_logits=digests[1],
+        )
 
     async def _send_rest(self, job: PrefillJob, peer: Peer) -> None:
         """Flush and await every chunk, then the slot. Bounded here too: a wedged engine keeps no deadline."""
@@ -241,10 +286,12 @@ class PrefillService:
             digests.cancel()
         job.phases.mark("told")
         job.life.advance(Event.TOLD)
-        self.node.statistics.record(
-            peer.url,
-            sent_bytes=job.sent_bytes,
-            seconds=job.phases.between(job.phases.forward_start, job.phases.transfer_end),
-        )
+        for rank, (sent_bytes, landed_s) in job.landed_by_rank().items():
+            self.node.statistics.record(
+                peer.url,
+                rank=rank,
+                sent_bytes=sent_bytes,
+                seconds=job.phases.between(job.phases.forward_start, landed_s),
+            )
         if self.node.settings.trace:
             job.facts["page_digest"] = combined_digest(await self.node.digests(sent, "full"))

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import structlog
 
 from app.core.ids import PageArray, RoomId
 from app.core.lifecycle import PREFILL, Event, Lifecycle, State
-from app.core.pages import as_pages, destination_pages
+from app.core.pages import as_pages, destination_pages, stretches
 from app.core.rooms import RoomTable
-from app.core.slots import SLOT_BYTES, SlotRef
+from app.core.slots import Metadata, SlotRef
 from app.errors import (
     DeadlineExceeded,
     KvferryError,
@@ -30,11 +31,12 @@ from app.errors import (
 )
 from app.service.context import NodeContext
 from app.service.jobs import Job, Request, TokenOut
+from app.service.sender import PageSender
 from app.service.tombstones import Tombstones
 from app.transfer.base import Batch, TransferEngine
 from app.transfer.context import ChunkContext
 from app.transfer.fifo import RoomFifos
-from app.transfer.messages import Abort, Accepted, Destination, Drained, Failed
+from app.transfer.messages import Abort, Accepted, Destination, Drained, Failed, RankSent
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +51,8 @@ class PrefillJob(Job):
     parked_at_s: float = 0.0
     contexts: list[ChunkContext] = field(default_factory=list)
     first: TokenOut | None = None
+    handover: Metadata | None = None
+    """What decode goes on from: the first token, and the draft's output beside it."""
     compared: frozenset[int] = frozenset()
     """Layers that decode has compared already."""
     staging: SlotRef | None = None
@@ -85,6 +89,31 @@ class PrefillJob(Job):
         """Monotonic time before which a late landing of a retried write cannot be ruled out."""
         metadata = 0.0 if self.metadata is None else self.metadata.settled_at_s
         return max([metadata, *(c.settled_at_s() for c in self.contexts)])
+
+    def by_rank(self) -> tuple[RankSent, ...]:
+        """What each rank has sent, over all chunks; a rank that owns no page has sent nothing."""
+        positions: dict[int, list[PageArray]] = defaultdict(list)
+        for context in self.contexts:
+            for sender in context.destinations:
+                assert isinstance(sender, PageSender)
+                positions[sender.rank].append(sender.positions)
+        sent = self.landed_by_rank()
+        return tuple(
+            RankSent(
+                rank=rank, positions=stretches(np.concatenate(parts)), sent_bytes=sent.get(rank, (0, 0.0))[0]
+            )
+            for rank, parts in sorted(positions.items())
+        )
+
+    def landed_by_rank(self) -> dict[int, tuple[int, float]]:
+        """Bytes that each rank has sent, and when (monotonic) the last of them had landed."""
+        found: dict[int, tuple[int, float]] = {}
+        for context in self.contexts:
+            for to, batch in context.batches:
+                assert isinstance(to, PageSender)
+                sent_bytes, landed_s = found.get(to.rank, (0, 0.0))
+                found[to.rank] = sent_bytes + batch.total_bytes, max(landed_s, batch.finished_at_s)
+        return found
 
     async def drained(self, engine: TransferEngine) -> None:
         """Return when nothing of this room, its metadata included, can land any more."""
@@ -143,7 +172,7 @@ class PrefillRooms:
         most = min(layout.pages for layout in peer.layouts[0].values())
         if len(pages) and int(pages.max()) >= most:
             raise PageMismatch(f"page {int(pages.max())} is not of the peer's {most}", room=room)
-        slots = peer.rank.slots_bytes // SLOT_BYTES
+        slots = peer.rank.slots_bytes // self.node.pool.slot_format.slot_bytes
         if message.slot >= slots:
             raise PageMismatch(f"metadata slot {message.slot} is not of the peer's {slots}", room=room)
         job = self.table.find(room)
@@ -260,8 +289,8 @@ class PrefillRooms:
         self.node.spawn(drain(), f"drain {job.room}")
 
     def _free(self, job: PrefillJob) -> None:
-        if job.pages is not None:
-            self.node.gate.give(job.pages)
+        if job.lease is not None:
+            self.node.gate.end(job.lease)
         if job.staging is not None:
             self.node.slots.release(job.staging)
         if not job.proven:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def snapshot(node: Node) -> dict[str, Any]:
     """Plain values. NotReady while the node is starting."""
     context, now = node.context, time.monotonic()
-    lane, table = context.gate.lane, node.table()
+    cache, table = context.cache, node.table()
     return {
         "version": __version__,
         "instance": node.instance,
@@ -26,11 +26,20 @@ def snapshot(node: Node) -> dict[str, Any]:
         "uptime_s": round(now - node.started_s, 3),
         "ready": node.why_not_ready() is None,
         "pages": {
-            "total": lane.pages,
-            "free": lane.free_pages,
-            "largest_extent": lane.largest_extent,
+            "total": cache.pages,
+            "free": cache.free_pages,
+            "cached": cache.cached_pages,
+            "free_by_rank": [cache.lanes.free_in(rank) for rank in range(cache.ranks)],
+            "largest_extent": cache.largest_extent,
             "quarantine": context.quarantine.pages,
             "waiting": context.gate.waiting,
+        },
+        "reuse": {
+            "looked_up_tokens": cache.looked_up_tokens,
+            "hit_tokens": cache.hit_tokens,
+            "evicted_pages": cache.evicted_pages,
+            "leases": cache.leases,
+            "pins": cache.pins,
         },
         "slots": {"total": context.slots.count, "free": context.slots.free_slots},
         "rooms": {
@@ -45,12 +54,13 @@ def snapshot(node: Node) -> dict[str, Any]:
         "chunks": len(node.prefill.rooms.fifos) if node.prefill else 0,
         "tombstones": len(node.prefill.rooms.tombstones) if node.prefill else 0,
         "transfer": context.transfer.statistics(),
+        "transfer_ranks": [transfer.statistics() for transfer in context.transfers],
         "sent": context.statistics.snapshot(),
         "peers": {"known": len(context.peers), "refused": context.peers.refused},
         "memory": {
             "rss_bytes": psutil.Process().memory_info().rss,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "pool_bytes": context.pool.total_bytes,
+            "pool_bytes": sum(pool.total_bytes for pool in context.pools),
         },
         "counters": dict(node.counters),
     }

@@ -1,4 +1,4 @@
-"""Sends the pages of one chunk to one peer."""
+"""Sends the pages of one chunk that one rank owns to one peer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from app.transfer.peers import Peer
 
 @dataclass(eq=False, kw_only=True)
 class PageSender:
-    """A context's destination: source pages of this node, destination pages of the peer, pairwise."""
+    """A context's destination: physical pages of a rank, pages of the peer and positions, all alike in length."""
 
+    rank: int
     engine: TransferEngine
     peer: Peer
     layouts: Layouts
     source: PageArray
     destination: PageArray
+    positions: PageArray
     label: str
     _runs: Runs = field(init=False)
 

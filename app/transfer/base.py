@@ -44,10 +44,15 @@ class Status(IntEnum):
 
 
 class EngineDriver(Protocol):
-    """One raw engine. Every call runs in the engine's own thread, since a first contact can block."""
+    """One raw engine. Every call runs in the engine's own thread, since a first contact can block.
+
+    `addressed`: each write names its own source and destination address, so that a rank can send just the
+    pages it owns, each to its absolute position. Shared KV cannot do without.
+    """
 
     session: str
     transport: str
+    addressed: bool
 
     def register(self, region: Region) -> None: ...
 
@@ -84,6 +89,8 @@ class Batch:
     label: str = ""
     error: KvferryError | None = None
     settled_at_s: float = 0.0
+    finished_at_s: float = 0.0
+    """Monotonic time of its success; 0 before."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -99,6 +106,11 @@ class TransferEngine(Protocol):
     @property
     def transport(self) -> str:
         """The transport really used."""
+        ...
+
+    @property
+    def addressed(self) -> bool:
+        """Whether each write names its own addresses: see EngineDriver."""
         ...
 
     async def register(self, regions: Sequence[Region]) -> None:

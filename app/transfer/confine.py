@@ -93,8 +93,13 @@ def _literal(host: str) -> str:
 def _wildcard_listener(number: int) -> socket.socket | None:
     """A duplicate of a descriptor if it is a TCP socket that listens on every interface."""
     try:
-        found = socket.socket(fileno=os.dup(number))
+        copy = os.dup(number)
     except OSError:
+        return None
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)  # no socket: nobody else would close it
         return None
     try:
         if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:

@@ -21,7 +21,7 @@ from app.transfer.base import Batch
 
 
 class Destination(Protocol):
-    """Sends the pages of one chunk to one receiver, any layers at a time."""
+    """Sends the pages of one chunk that one rank owns to one receiver, any layers at a time."""
 
     def submit(self, layers: Sequence[int]) -> Batch | None:
         """None when these layers hold nothing to send."""
@@ -38,8 +38,9 @@ EventWait = Callable[[Any], Awaitable[None]]
 class ChunkContext:
     """The transfer of one chunk, keyed by (room, first token of its forward).
 
-    Per-layer mode needs exactly one destination. With several, or in monolithic mode (no groups), the
-    layers are sent one submit each after the forward; with none nothing is sent nor reported.
+    There is a destination for each rank and receiver. Per-layer mode needs exactly one receiver. With
+    several, or in monolithic mode (no groups), the layers are sent one submit each after the forward; with
+    none nothing is sent nor reported.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class ChunkContext:
         groups: Sequence[Sequence[int]],
         destinations: Sequence[Destination],
         event_wait: EventWait,
+        receivers: int | None = None,
     ) -> None:
         self.room = room
         self.start = start
         self.layers = tuple(layers)
         self.destinations = tuple(destinations)
-        self.per_layer = bool(groups) and len(self.destinations) == 1
+        self.receivers = len(self.destinations) if receivers is None else receivers
+        self.per_layer = bool(groups) and self.receivers == 1
         self.groups = tuple(tuple(g) for g in groups) if self.per_layer else ()
         self.error: KvferryError | None = None
         self.batches: list[tuple[Destination, Batch]] = []

@@ -71,6 +71,10 @@ class Engine:
     def transport(self) -> str:
         return self._pump.drivers[0].transport
 
+    @property
+    def addressed(self) -> bool:
+        return self._pump.drivers[0].addressed
+
     async def register(self, regions: Sequence[Region]) -> None:
         for region in regions:
             await self._call(partial(self._pump.register, region))

@@ -39,6 +39,7 @@ _GOOD = Fault()
 class FakeDriver:
     """Same protocol as the real driver. `submitted` lists every accepted write in order."""
 
+    addressed = True
     _names = itertools.count(1)
 
     def __init__(self, plan: FaultPlan | None = None) -> None:

@@ -86,10 +86,8 @@ class RankEndpoint(Message):
         return {layout.spec.name: layout for layout in (b.layout() for b in self.buffers)}
 
     def regions(self) -> list[Region]:
-        return [
-            *(layout.region for layout in self.layouts().values()),
-            Region("slots", self.slots_base, self.slots_bytes),
-        ]
+        slots = [Region("slots", self.slots_base, self.slots_bytes)] if self.slots_bytes else []
+        return [*(layout.region for layout in self.layouts().values()), *slots]
 
 
 class Introduction(Message):
@@ -139,12 +137,27 @@ class Ahead(Message):
     digests: Digests = ()
 
 
+class RankSent(Message):
+    """What one rank has sent of a room: the positions as (first, count), none when it owns none."""
+
+    rank: Annotated[int, Field(ge=0, lt=1024)]
+    positions: Annotated[
+        tuple[
+            tuple[Annotated[int, Field(ge=0, lt=MAX_PAGES)], Annotated[int, Field(ge=1, le=MAX_PAGES)]], ...
+        ],
+        Field(max_length=MAX_PAGES),
+    ]
+    sent_bytes: Size
+
+
 class Complete(Message):
     """POST /v1/peer/rooms/{room}/complete: every byte has landed, slot included."""
 
     instance: Instance
     generation: Annotated[int, Field(ge=1, lt=2**63)]
     sent_bytes: Size
+    ranks: Annotated[tuple[RankSent, ...], Field(min_length=1, max_length=64)]
+    """One for each rank of the prefill node, in order: together every position once."""
     digests: Digests = ()
     layers: Layers | None = None
     """The layers of these digests: those that were not compared ahead. None: all."""

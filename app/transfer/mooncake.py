@@ -76,6 +76,8 @@ def require_async_api(engine: Any) -> None:
 class MooncakeDriver:
     """One engine instance in peer-to-peer handshake mode. The session name holds the real port."""
 
+    addressed = True
+
     def __init__(self, host: str) -> None:
         self._engine = load_engine_class()()
         code = self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "")

@@ -7,7 +7,7 @@ instance that suddenly claims another place is refused, since that would redirec
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -42,26 +42,26 @@ class Peer:
 
     @property
     def rank(self) -> RankEndpoint:
-        """The only rank of a node without context parallelism."""
+        """The only rank of a decode node."""
         return self.introduction.ranks[0]
 
 
 class Peers:
-    """The peers of one node. `me` builds this node's own introduction."""
+    """The peers of one node. `me` builds this node's own introduction; `engines` are its ranks'."""
 
     def __init__(
         self,
         me: Callable[[], Introduction],
         layouts: Callable[[], Layouts],
         client: ControlClient,
-        engine: TransferEngine,
+        engines: Sequence[TransferEngine],
         *,
         timeout_s: float,
     ) -> None:
         self._me = me
         self._layouts = layouts
         self._client = client
-        self._engine = engine
+        self._engines = tuple(engines)
         self._timeout_s = timeout_s
         self._by_instance: dict[InstanceId, Peer] = {}
         self._by_url: dict[str, Peer] = {}
@@ -111,7 +111,8 @@ class Peers:
             return
         self._by_url = {u: p for u, p in self._by_url.items() if p is not peer}
         for endpoint in peer.introduction.ranks:
-            self._engine.drop_peer(endpoint.session)
+            for engine in self._engines:
+                engine.drop_peer(endpoint.session)
 
     def _accept(self, introduction: Introduction, url: str) -> Peer:
         try:
@@ -132,7 +133,8 @@ class Peers:
             log.info("peer.replaced", peer=url, old=old.instance, new=instance)
             self.forget(old)
         for endpoint in introduction.ranks:
-            self._engine.add_peer(endpoint.session, endpoint.regions())
+            for engine in self._engines:
+                engine.add_peer(endpoint.session, endpoint.regions())
         self._by_instance[instance] = peer
         self._by_url[url] = self._by_url[introduction.url] = peer
         self.handshakes += 1
@@ -147,6 +149,13 @@ class Peers:
             raise PeerRefused(f"the peer lacks {', '.join(lacking)}: pages could not be freed safely")
         ours = Fingerprint(parts=me.fingerprint)
         ours.require_equal(Fingerprint(parts=introduction.fingerprint), introduction.url)
+        ranks = [endpoint.rank for endpoint in introduction.ranks]
+        if ranks != list(range(len(ranks))):
+            raise PeerRefused(f"ranks are 0..n-1 in order, not {ranks}")
+        if introduction.role == "decode" and len(ranks) > 1:
+            raise PeerRefused(f"a decode node has one rank, not {len(ranks)}")
+        if len({endpoint.session for endpoint in introduction.ranks}) < len(ranks):
+            raise PeerRefused("two ranks have one transfer session")
         for endpoint in introduction.ranks:
             require_same_buffers(self._layouts(), endpoint.layouts())
 

@@ -238,7 +238,7 @@ class Pump:
         if window.left(batch):
             return
         if not window.forget(batch):
-            self._tell(batch.finished.set)
+            self._tell(_succeed, batch, time.monotonic())
         self._tell(batch.idle.set)
 
     # ------------------------------------------------------------------ peers and drivers
@@ -300,6 +300,11 @@ class Pump:
 
 def _nothing() -> None:
     """Stands in for a call when the queue was empty."""
+
+
+def _succeed(batch: Batch, now_s: float) -> None:
+    batch.finished_at_s = now_s
+    batch.finished.set()
 
 
 def _set_error(batch: Batch, error: KvferryError, settled_at_s: float) -> None:

@@ -1,9 +1,9 @@
-"""Counts and tails of transfers, per peer."""
+"""Counts and tails of transfers, per peer and rank."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,26 +21,31 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 class TransferStatistics:
-    """What has been sent to whom. A room that sent no byte of KV (a dummy sender) reports nothing."""
+    """What each rank has sent to whom. A rank that sent no byte of KV (a dummy sender) reports nothing."""
 
     def __init__(self, *, remember: int = 1024) -> None:
-        self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=remember))
-        self.bytes: dict[str, int] = defaultdict(int)
-        self.rooms: dict[str, int] = defaultdict(int)
+        self._durations: dict[tuple[str, int], deque[float]] = defaultdict(lambda: deque(maxlen=remember))
+        self._bytes: Counter[tuple[str, int]] = Counter()
+        self._rooms: Counter[tuple[str, int]] = Counter()
 
-    def record(self, peer: str, *, sent_bytes: int, seconds: float) -> None:
+    def record(self, peer: str, *, sent_bytes: int, seconds: float, rank: int = 0) -> None:
+        """One rank's part of a room: `seconds` from the forward's start to its last byte's landing."""
         if sent_bytes <= 0:
             return
-        self.bytes[peer] += sent_bytes
-        self.rooms[peer] += 1
-        self._durations[peer].append(seconds)
+        key = peer, rank
+        self._bytes[key] += sent_bytes
+        self._rooms[key] += 1
+        self._durations[key].append(seconds)
 
     def snapshot(self) -> dict[str, Any]:
-        return {
-            peer: {
-                "rooms": self.rooms[peer],
-                "bytes": self.bytes[peer],
-                "transfer_s": percentiles(self._durations[peer]),
+        """By peer: the sums over its ranks, and each rank by its number."""
+        shown: dict[str, Any] = {}
+        for (peer, rank), rooms in sorted(self._rooms.items()):
+            of_peer = shown.setdefault(peer, {"bytes": 0, "ranks": {}})
+            of_peer["bytes"] += self._bytes[peer, rank]
+            of_peer["ranks"][str(rank)] = {
+                "rooms": rooms,
+                "bytes": self._bytes[peer, rank],
+                "transfer_s": percentiles(self._durations[peer, rank]),
             }
-            for peer in self.rooms
-        }
+        return shown

@@ -172,7 +172,8 @@ async def test_unknown_rooms(nodes: Cluster) -> None:
     """Messages about rooms that nobody has are 404, and leave no entry."""
     room = new_room()
     instance = nodes.prefill[0].get("/stats")["instance"]
-    complete = {"instance": instance, "generation": 1, "sent_bytes": 0}
+    nothing = {"rank": 0, "positions": [], "sent_bytes": 0}
+    complete = {"instance": instance, "generation": 1, "sent_bytes": 0, "ranks": [nothing]}
     failed = {"instance": instance, "slug": "x", "reason": "y"}
     async with httpx.AsyncClient(base_url=nodes.decode[0].url) as client:
         require_problem(

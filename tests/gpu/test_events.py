@@ -16,7 +16,7 @@ import torch
 
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import RoomId
-from app.core.slots import SLOT_BYTES, Metadata, SlotTable, encode
+from app.core.slots import Metadata, SlotFormat, SlotTable
 from app.tiers.device import DevicePool
 from app.tiers.events import EventBridge
 
@@ -242,7 +242,7 @@ def test_a_pool_on_the_device_has_the_layout_of_one_on_the_host() -> None:
         raw = pool.buffers["target.index"].tensor[1, 5].cpu().numpy().tobytes()
         assert raw == torch.full((128,), 1.5).numpy().tobytes()
         assert not bool(pool.buffers["target.index"].tensor[0].any())
-        assert pool.total_bytes == geometry().pool_bytes(PAGES) + SLOTS * SLOT_BYTES
+        assert pool.total_bytes == geometry().pool_bytes(PAGES) + SlotFormat().offset(SLOTS)
 
 
 def test_metadata_slots_stay_on_the_host() -> None:
@@ -253,7 +253,9 @@ def test_metadata_slots_stay_on_the_host() -> None:
         slot = SlotTable(SLOTS).take(RoomId(7))
         assert slot is not None
         assert pool.read_slot(slot) is None
-        record = encode(slot.room, slot.generation, Metadata(first_token=5, log_probability=-0.5))
+        record = SlotFormat().encode(
+            slot.room, slot.generation, Metadata(first_token=5, log_probability=-0.5)
+        )
         assert pool.write_slot(slot.index, record) == pool.slots.data_ptr() + slot.offset
         assert pool.read_slot(slot) == Metadata(first_token=5, log_probability=-0.5)
         pool.clear_slot(slot)

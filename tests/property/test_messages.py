@@ -23,6 +23,7 @@ from app.transfer.messages import (
     Introduction,
     Message,
     RankEndpoint,
+    RankSent,
 )
 
 _JSON = st.recursive(
@@ -50,7 +51,16 @@ GOOD: list[Message] = [
         slot=3,
         generation=8,
     ),
-    Complete(instance="p" * 32, generation=8, sent_bytes=4096, digests=(1, 2**64 - 1)),
+    Complete(
+        instance="p" * 32,
+        generation=8,
+        sent_bytes=4096,
+        ranks=(
+            RankSent(rank=0, positions=((0, 2), (4, 1)), sent_bytes=4096),
+            RankSent(rank=1, positions=(), sent_bytes=0),
+        ),
+        digests=(1, 2**64 - 1),
+    ),
     Failed(instance="p" * 32, slug="deadline", reason="too late"),
     Abort(instance="d" * 32, reason="the client has gone"),
     Introduction(

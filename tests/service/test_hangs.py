@@ -158,7 +158,7 @@ async def test_a_full_queue_refuses_arrivals_only(cluster: Cluster, side: str) -
     await eventually(brake.reached.is_set)
     if side == "decode":
         gate = node.context.gate
-        pages = await gate.take(gate.lane.free_pages, timeout_s=1)
+        pages = await gate.take(gate.cache.free_pages, timeout_s=1)
     served += [cluster.start_both(prompt_of(40, salt=salt)) for salt in (1, 2)]
     refused = cluster.request(prompt_of(40, salt=3))
     other = cluster.start_decode(refused) if side == "prefill" else cluster.start_prefill(refused)

@@ -118,7 +118,7 @@ async def test_probes_are_answered_while_queues_hold_work(cluster: Cluster) -> N
     async with cluster.prefill.context.forwards.turn(timeout_s=10):
         first = cluster.start_both(prompt_of(40))
         await eventually(lambda: cluster.prefill.context.forwards.waiting == 1)
-        pages = await gate.take(gate.lane.free_pages, timeout_s=1)
+        pages = await gate.take(gate.cache.free_pages, timeout_s=1)
         second = cluster.start_both(prompt_of(40, salt=1))
         await eventually(lambda: gate.waiting == 1)
         before = [node.statistics()["rooms"] for node in cluster.nodes]

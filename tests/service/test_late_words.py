@@ -10,7 +10,7 @@ from app.core.lifecycle import State
 from app.errors import ClientGone, InvalidRequest, PeerAborted
 from app.transfer.base import Status
 from app.transfer.fake import Fault
-from app.transfer.messages import Abort, Complete, Failed
+from app.transfer.messages import Abort, Complete, Failed, RankSent
 from tests.support.faults import MessageFault
 from tests.support.harness import Cluster, Legs, eventually, prompt_of
 
@@ -31,6 +31,7 @@ async def test_the_first_outcome_stays(cluster: Cluster) -> None:
         instance=cluster.prefill.instance,
         generation=legs.decode.generation,
         sent_bytes=1,
+        ranks=(RankSent(rank=0, positions=(), sent_bytes=1),),
     )
     assert await cluster.post(cluster.decode, f"{path}/complete", success) == (404, "unknown-room")
     assert legs.decode.life.state == State.DRAINING
@@ -51,7 +52,8 @@ async def test_notices_for_foreign_rooms_change_nothing(cluster: Cluster) -> Non
     await cluster.start()
     legs = await cluster.serve(prompt_of(40))
     await cluster.free()
-    complete = Complete(instance=cluster.prefill.instance, generation=1, sent_bytes=0)
+    nothing = RankSent(rank=0, positions=(), sent_bytes=0)
+    complete = Complete(instance=cluster.prefill.instance, generation=1, sent_bytes=0, ranks=(nothing,))
     failed = Failed(instance=cluster.prefill.instance, slug="internal", reason="x")
     abort = Abort(instance=cluster.decode.instance, generation=1, reason="x")
     for _ in range(2):

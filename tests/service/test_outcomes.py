@@ -165,7 +165,7 @@ async def test_the_client_of_prefill_goes(cluster: Cluster, state: State) -> Non
 def _all_pages(cluster: Cluster) -> AsyncExitStack:
     """Decode has no page left, so that it names none."""
     gate = cluster.decode.context.gate
-    pages = gate.lane.allocate(gate.lane.free_pages)
+    pages = gate.cache.allocate(gate.cache.free_pages)
     assert pages is not None
     stack = AsyncExitStack()
     stack.callback(gate.give, pages)

@@ -16,7 +16,7 @@ from app.errors import (
 )
 from app.transfer.base import Block, Status
 from app.transfer.fake import Fault
-from app.transfer.messages import Abort, Complete
+from app.transfer.messages import Abort, Complete, RankSent
 from tests.support.faults import MessageFault
 from tests.support.harness import (
     PAGE,
@@ -220,6 +220,7 @@ async def test_a_dead_peer_holds_pages_for_a_bounded_time(cluster: Cluster) -> N
         instance=cluster.prefill.instance,
         generation=legs.decode.generation,
         sent_bytes=0,
+        ranks=(RankSent(rank=0, positions=(), sent_bytes=0),),
     )
     path = f"/v1/peer/rooms/{legs.room}/complete"
     answer = await cluster.call(cluster.decode, "POST", path, late.model_dump_json().encode())

@@ -9,7 +9,7 @@ import pytest
 
 from app.core.lifecycle import State
 from app.core.rooms import parse_room
-from app.core.slots import Metadata, encode
+from app.core.slots import Metadata, SlotFormat
 from app.errors import ClientGone, Corruption, InvalidRequest, NoCapacity, RoomInUse
 from app.transfer.base import Block
 from app.transfer.fake import Fault
@@ -63,11 +63,11 @@ async def test_a_foreign_record_is_no_first_token(cluster: Cluster) -> None:
     context.slots.release(a)
     b = context.slots.take(parse_room(2))
     assert b is not None and b.index == a.index
-    record = encode(a.room, a.generation, Metadata(first_token=65, log_probability=0.0))
+    record = SlotFormat().encode(a.room, a.generation, Metadata(first_token=65, log_probability=0.0))
     context.pool.write_slot(b.index, record)
     with pytest.raises(Corruption, match="was written for room 1 generation 1, not for 2 generation 2"):
         context.pool.read_slot(b)
-    mine = encode(b.room, b.generation, Metadata(first_token=66, log_probability=0.0))
+    mine = SlotFormat().encode(b.room, b.generation, Metadata(first_token=66, log_probability=0.0))
     context.pool.write_slot(b.index, mine)
     record_read = context.pool.read_slot(b)
     assert record_read is not None and record_read.first_token == 66
@@ -105,7 +105,9 @@ async def test_a_foreign_record_truly_written_fails_the_room(cluster: Cluster) -
     await eventually(cluster.writer.in_flight)
     ref = twelve.decode.slot
     assert ref is not None
-    record = encode(parse_room(11), ref.generation - 1, Metadata(first_token=65, log_probability=0.0))
+    record = SlotFormat().encode(
+        parse_room(11), ref.generation - 1, Metadata(first_token=65, log_probability=0.0)
+    )
     cluster.decode.context.pool.write_slot(ref.index, record)
     cluster.writer.let_go()
     _, reason = await twelve.failed()

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from app.core.lanes import PageLane
 from app.errors import DeadlineExceeded, NoCapacity
 from app.service.forwards import Forwards
 from app.service.gates import PageGate
+from app.tiers.prefix import PrefixCache
 from tests.conftest import Track
 
 
@@ -26,7 +26,7 @@ def forwards() -> Iterator[Forwards]:
 
 @pytest.fixture
 def gate(track: Track) -> PageGate:
-    return PageGate(track(PageLane(8)), max_waiting=3)
+    return PageGate(track(PrefixCache(page_size=4, pages=8, reuse=False)), max_waiting=3)
 
 
 async def test_pages_go_to_whoever_asked_first(gate: PageGate) -> None:
@@ -40,7 +40,7 @@ async def test_pages_go_to_whoever_asked_first(gate: PageGate) -> None:
     gate.give(held)
     gate.give(await large)
     gate.give(await small)
-    assert (gate.lane.free_pages, gate.waiting) == (8, 0)
+    assert (gate.cache.free_pages, gate.waiting) == (8, 0)
 
 
 @pytest.mark.parametrize("granted", [False, True])
@@ -61,7 +61,7 @@ async def test_a_cancelled_waiter_takes_no_page(gate: PageGate, granted: bool) -
     with pytest.raises(asyncio.CancelledError):
         await first
     gate.give(await second)
-    assert (gate.lane.free_pages, gate.waiting) == (8, 0)
+    assert (gate.cache.free_pages, gate.waiting) == (8, 0)
 
 
 @pytest.mark.parametrize("granted", [False, True])
@@ -90,7 +90,7 @@ async def test_a_cancelled_scope_loses_no_page(gate: PageGate, granted: bool) ->
     await task
     for pages in taken:
         gate.give(pages)
-    assert (gate.lane.free_pages, gate.waiting) == (8, 0)
+    assert (gate.cache.free_pages, gate.waiting) == (8, 0)
     assert granted or not taken
 
 
@@ -108,7 +108,7 @@ async def test_the_page_queue_is_bounded(gate: PageGate) -> None:
         with pytest.raises(DeadlineExceeded, match=r"no 1 pages within 0\.1 s"):
             await task
     gate.give(held)
-    assert (gate.lane.free_pages, gate.waiting) == (8, 0)
+    assert (gate.cache.free_pages, gate.waiting) == (8, 0)
 
 
 async def test_a_cancelled_turn_passes_on(forwards: Forwards) -> None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import torch
 
 from app.core.ids import Source
-from app.engine.base import ForwardStep, LayerHooks
+from app.engine.base import Forwarded, ForwardStep, LayerHooks
 from app.errors import DeadlineExceeded, PeerUnavailable
 from app.service.node import Node
 from app.transfer.base import Block, Status
@@ -246,11 +245,11 @@ class Brake:
         self._when = lambda step, layer: False
         self._go.set()
 
-    def _braked(self, step: ForwardStep, hooks: LayerHooks) -> torch.Tensor | None:
+    def _braked(self, step: ForwardStep, hooks: LayerHooks) -> Forwarded:
         self.steps.append(step)
-        logits = self._forward(step, _Braked(self, step, hooks))
+        done = self._forward(step, _Braked(self, step, hooks))
         self.stop(step, END)
-        return logits
+        return done
 
     def stop(self, step: ForwardStep, layer: int) -> None:
         if self._when(step, layer):

@@ -18,10 +18,10 @@ import httpx
 from app.api.app import create_app
 from app.core.pages import pages_for
 from app.core.rooms import parse_room
-from app.core.slots import SLOT_BYTES
+from app.core.slots import SLOT_GRAIN
+from app.engine.load import load_engine
 from app.engine.local import LocalRun, run_locally
 from app.engine.sampling import Sampling
-from app.engine.toy import ToyEngine
 from app.errors import IntegrityError
 from app.service.context import NodeContext
 from app.service.decode_rooms import DecodeJob, DecodeRooms
@@ -43,7 +43,8 @@ _rooms = itertools.count(secrets.randbits(40) << 16)
 _BASE: dict[str, Any] = {
     "trace": True,
     "model": {"name": "toy"},
-    "cache": {"page_size": PAGE, "pages": 64, "slots": 8},
+    # most of these tests count pages that move: what is reused has tests of its own
+    "cache": {"page_size": PAGE, "pages": 64, "slots": 8, "reuse": "off"},
     "prefill": {"chunk_tokens": 8 * PAGE, "max_input_tokens": 64 * PAGE},
     "transfer": {
         "digests": "full",
@@ -65,7 +66,7 @@ def node_settings(role: str, **sections: dict[str, Any] | Any) -> NodeSettings:
 
 def is_slot(block: Block) -> bool:
     """Whether a write carries a metadata record."""
-    return block.length == SLOT_BYTES
+    return block.length == SLOT_GRAIN
 
 
 def page_list(job: Job) -> list[int]:
@@ -87,11 +88,15 @@ def prompt_of(tokens: int, *, salt: int = 0) -> list[int]:
 
 
 @functools.cache
-def _local(prompt: tuple[int, ...], new_tokens: int, chunk_tokens: int) -> LocalRun:
-    engine = ToyEngine(page_size=PAGE)
+def _local(
+    model: str, prompt: tuple[int, ...], new_tokens: int, chunk_tokens: int, proposals: int
+) -> LocalRun:
+    engine, _ = load_engine(name=model, page_size=PAGE, dtype="auto", device="cpu", threads=1)
     with DevicePool(engine.geometry, pages_for(len(prompt) + new_tokens, PAGE), 1) as pool:
-        engine.bind(pool)
-        return run_locally(engine, list(prompt), chunk_tokens=chunk_tokens, new_tokens=new_tokens)
+        engine.bind([pool])
+        return run_locally(
+            engine, list(prompt), chunk_tokens=chunk_tokens, new_tokens=new_tokens, proposals=proposals
+        )
 
 
 __all__ = [
@@ -115,6 +120,8 @@ class Cluster:
         self.nodes: list[Node] = []
         self.apps: dict[Node, Any] = {}
         self.drivers: dict[Node, HeldDriver] = {}
+        """The first rank's."""
+        self.ranks: dict[Node, list[HeldDriver]] = {}
         self._contexts: list[NodeContext] = []
         self._checks: list[Callable[[], None]] = []
         self._ticking: asyncio.Task[None] | None = None
@@ -130,15 +137,23 @@ class Cluster:
         await self.add("decode", **(decode or {}))
         return self
 
-    def build(self, role: str, **sections: Any) -> Node:
-        """A node that has not been started."""
+    def build(self, role: str, *, real: bool = False, **sections: Any) -> Node:
+        """A node that has not been started; a `real` one moves its bytes with the real transfer engine."""
         url = f"http://127.0.0.1:{next(_ports)}"
-        driver = HeldDriver()
+        settings = node_settings(role, **sections)
+        drivers = [] if real else [HeldDriver() for _ in range(settings.cp.size)]
+        waiting = iter(drivers)
         node = Node(
-            node_settings(role, **sections), url=url, driver=lambda: driver, client=self.wire.client(url)
+            settings,
+            url=url,
+            # a rank that rebuilds its engine gets the first one again
+            driver=None if real else lambda: next(waiting, drivers[0]),
+            client=self.wire.client(url),
         )
         self.nodes.append(node)
-        self.drivers[node] = driver
+        self.ranks[node] = drivers
+        if drivers:
+            self.drivers[node] = drivers[0]
         self.apps[node] = self.wire.apps[url] = create_app(node)
         return node
 
@@ -147,7 +162,7 @@ class Cluster:
         await node.start()
         self._contexts.append(node.context)
         self._checks.append(functools.partial(_check, node, node.context))
-        self._pumped.append(self.drivers[node])
+        self._pumped += self.ranks[node]
         if self._ticking is None:
             self._ticking = asyncio.create_task(tick(self._pumped))
         return node
@@ -183,13 +198,13 @@ class Cluster:
 
     def pages_in(self, node: Node, blocks: Sequence[Block]) -> set[int]:
         """The pages of a node that writes go to; the metadata slots are left out."""
-        (layout,) = node.context.layouts.values()
         found: set[int] = set()
         for block in blocks:
-            offset = block.destination - layout.base
-            if 0 <= offset < layout.region.length:
-                first = offset % layout.layer_stride // layout.spec.item_bytes
-                found |= set(range(first, first + block.length // layout.spec.item_bytes))
+            for layout in node.context.layouts[0].values():
+                offset = block.destination - layout.base
+                if 0 <= offset < layout.region.length:
+                    first = offset % layout.layer_stride // layout.spec.item_bytes
+                    found |= set(range(first, first + block.length // layout.spec.item_bytes))
         return found
 
     def hold_room(self, legs: Legs) -> None:
@@ -197,7 +212,8 @@ class Cluster:
         decode = legs.decode
         assert decode.pages is not None
         pages, node = set(decode.pages.tolist()), self.decode
-        self.writer.hold(lambda block: bool(self.pages_in(node, [block]) & pages))
+        for writer in self.ranks[self.prefill]:
+            writer.hold(lambda block: bool(self.pages_in(node, [block]) & pages))
 
     async def call(self, node: Node, method: str, path: str, body: bytes | None = None) -> httpx.Response:
         """A request of a client to a node's application."""
@@ -267,11 +283,21 @@ class Cluster:
         prefill, decode = legs.prefill, legs.decode
         assert (prefill.life.reason, decode.life.reason) == (None, None)
         assert prefill.facts["page_digest"] == decode.facts["page_digest"]
-        chunk = self.prefill.settings.prefill.chunk_tokens
-        local = _local(tuple(legs.request.prompt), legs.request.max_new_tokens, chunk)
+        settings = self.prefill.settings
+        local = _local(
+            settings.model.name,
+            tuple(legs.request.prompt),
+            legs.request.max_new_tokens,
+            settings.prefill.chunk_tokens,
+            self.decode.settings.model.draft_tokens if self.decode.context.engine.draft else 0,
+        )
         assert prefill.first is not None
         assert [prefill.first.logits, *(t.logits for t in tokens[1:])] == local.logits
+        drafts = [prefill.first.draft_logits, *(t.draft_logits for t in tokens[1:])]
+        assert [one for one in drafts if one is not None] == local.draft_logits
         assert [t.token for t in tokens] == local.tokens
+        counts = decode.facts.get("proposed_tokens", 0), decode.facts.get("accepted_tokens", 0)
+        assert counts == (local.proposed, local.accepted)
 
     # ------------------------------------------------------------------ free = initial
 
@@ -281,13 +307,15 @@ class Cluster:
         service = node.prefill or node.decode
         assert service is not None
         return {
-            "pages": context.gate.lane.pages - context.gate.lane.free_pages,
+            "pages": context.cache.pages - context.cache.free_pages - context.cache.cached_pages,
+            "pins": context.cache.pins,
+            "leases": context.cache.leases,
             "slots": context.slots.count - context.slots.free_slots,
             "rooms": len(service.rooms.table),
             "chunks": len(node.prefill.rooms.fifos) if node.prefill else 0,
             "holds": len(context.quarantine),
             "waiting": context.gate.waiting + context.forwards.waiting,
-            "writes": self.drivers[node].in_flight(),
+            "writes": sum(driver.in_flight() for driver in self.ranks[node]),
         }
 
     async def free(self, *, within_s: float = WITHIN_S) -> None:
@@ -302,7 +330,7 @@ class Cluster:
             node.check_integrity()
             assert node.counters["task_faults"] == 0, "a task ended with a fault"
             assert node.counters["internal_errors"] == 0, "a handler ended with a fault"
-            assert self.drivers[node].checked_after_end == 0
+            assert all(driver.checked_after_end == 0 for driver in self.ranks[node])
 
     def check_integrity(self) -> None:
         for check in self._checks:
@@ -324,7 +352,7 @@ class Cluster:
 
 def _check(node: Node, context: NodeContext) -> None:
     """As Node.check_integrity, for a node that may have been stopped."""
-    context.gate.lane.check_integrity()
+    context.cache.check_integrity()
     context.slots.check_integrity()
     service = node.prefill or node.decode
     if service is None:

@@ -68,7 +68,9 @@ def held(node: NodeProcess) -> dict[str, int]:
     stats = node.get("/stats")
     pages, slots = stats["pages"], stats["slots"]
     return {
-        "pages": pages["total"] - pages["free"],
+        "pages": pages["total"] - pages["free"] - pages["cached"],
+        "pins": stats["reuse"]["pins"],
+        "leases": stats["reuse"]["leases"],
         "slots": slots["total"] - slots["free"],
         "rooms": stats["rooms"]["live"],
         "chunks": stats["chunks"],

@@ -159,19 +159,27 @@ def test_pages_outside_a_pool_are_refused(source: int, destination: int, page: i
         plan_blocks(ours, theirs, moved, [0])
 
 
+@pytest.mark.contract(141)
 def test_tails_are_by_nearest_rank() -> None:
-    """p50, p95, p99 and max are values that occurred, per peer; nothing recorded gives zeros."""
+    """p50, p95, p99 and max are values that occurred, per peer and rank; nothing recorded gives zeros."""
     statistics = TransferStatistics()
     for value in range(100, 0, -1):
         statistics.record("http://a", sent_bytes=10, seconds=float(value))
+    statistics.record("http://a", rank=3, sent_bytes=7, seconds=9.0)
     statistics.record("http://b", sent_bytes=5, seconds=2.0)
+    tail = {"p50": 50.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
     assert statistics.snapshot() == {
         "http://a": {
-            "rooms": 100,
-            "bytes": 1000,
-            "transfer_s": {"p50": 50.0, "p95": 95.0, "p99": 99.0, "max": 100.0},
+            "bytes": 1007,
+            "ranks": {
+                "0": {"rooms": 100, "bytes": 1000, "transfer_s": tail},
+                "3": {"rooms": 1, "bytes": 7, "transfer_s": dict.fromkeys(tail, 9.0)},
+            },
         },
-        "http://b": {"rooms": 1, "bytes": 5, "transfer_s": {"p50": 2.0, "p95": 2.0, "p99": 2.0, "max": 2.0}},
+        "http://b": {
+            "bytes": 5,
+            "ranks": {"0": {"rooms": 1, "bytes": 5, "transfer_s": dict.fromkeys(tail, 2.0)}},
+        },
     }
     assert percentiles([]) == {"p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
 

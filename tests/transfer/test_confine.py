@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,22 @@ def test_every_mismatch_jumps_to_the_drop() -> None:
         jumps = [(at, false) for at, (kind, _, false, _) in enumerate(code) if kind == 0x15]
         assert jumps
         assert all(at + 1 + false == len(code) - 1 for at, false in jumps)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_looking_for_listeners_leaves_no_descriptor() -> None:
+    """Pipes, files and sockets are looked at and left: the process has as many descriptors afterwards."""
+    read, write = os.pipe()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        before = descriptors()
+        for _ in range(3):
+            confine("127.0.0.1")
+        after = descriptors()
+    os.close(read)
+    os.close(write)
+    assert after == before

@@ -10,6 +10,7 @@ import pytest
 
 from app.core.fingerprint import build_fingerprint
 from app.core.geometry import BufferSpec, CacheGeometry
+from app.core.slots import SlotFormat
 from app.errors import FingerprintMismatch, KvferryError, PageMismatch, PeerFault, PeerRefused, RoomInUse
 from app.transfer.base import Region
 from app.transfer.blocks import BufferLayout, Layouts
@@ -55,7 +56,8 @@ def introduction(
         compute_dtype="bfloat16",
         draft=None,
         digest_mode="full",
-        slot_bytes=512,
+        slots=SlotFormat(),
+        hidden_size=64,
     ).parts
     places = tuple(BufferPlace.of(layout) for layout in layouts(built, base).values())
     return Introduction(
@@ -119,7 +121,7 @@ def peers(wire: Wire, sessions: Sessions) -> Peers:
         lambda: me,
         lambda: layouts(geometry(), 1 << 20),
         wire,
-        sessions,  # type: ignore[arg-type]
+        [sessions],  # type: ignore[list-item]
         timeout_s=1.0,
     )
 

@@ -24,7 +24,13 @@ def test_config_prints_the_effective_settings(capsys: pytest.CaptureFixture[str]
     assert main(["config", "--role", "decode", "--cache.pages", "300"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["role"] == "decode"
-    assert shown["cache"] == {"page_size": 64, "pages": 300, "slots": 64}
+    assert shown["cache"] == {
+        "page_size": 64,
+        "pages": 300,
+        "dtype": "auto",
+        "reuse": "page",
+        "slots": 64,
+    }
     assert set(shown) >= {"http", "auth", "model", "prefill", "transfer", "deadlines", "limits", "log"}
 
 

@@ -9,6 +9,7 @@ import pytest
 from app.core.fingerprint import Fingerprint, build_fingerprint
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import Owner
+from app.core.slots import SlotFormat
 from app.errors import BadInput, FingerprintMismatch
 
 
@@ -30,7 +31,8 @@ def fingerprint(built: CacheGeometry | None = None, **changed: Any) -> Fingerpri
         "compute_dtype": "bfloat16",
         "draft": None,
         "digest_mode": "full",
-        "slot_bytes": 512,
+        "slots": SlotFormat(),
+        "hidden_size": 64,
     }
     return build_fingerprint(**{**values, **changed})
 
@@ -108,7 +110,14 @@ def test_equal_contracts_have_equal_fingerprints() -> None:
         (fingerprint(model_revision="r2"), "model_revision", "model_revision: ours r1, theirs r2"),
         (fingerprint(digest_mode="off"), "digest_mode", "digest_mode: ours full, theirs off"),
         (fingerprint(draft="mtp"), "draft", "draft: ours none, theirs mtp"),
-        (fingerprint(slot_bytes=256), "slot_bytes", "slot_bytes: ours 512, theirs 256"),
+        (
+            fingerprint(slots=SlotFormat(hidden=16)),
+            "draft_hidden_size",
+            "draft_hidden_size: ours 0, theirs 16",
+        ),
+        (fingerprint(slots=SlotFormat(top_k=8)), "draft_top_k", "draft_top_k: ours 0, theirs 8"),
+        (fingerprint(hidden_size=128), "hidden_size", "hidden_size: ours 64, theirs 128"),
+        (fingerprint(reuse="exact/512"), "reuse", "reuse: ours any, theirs exact/512"),
         pytest.param(
             fingerprint(geometry(spec(0, 1, 3))),
             "buffer.target.kv.layers",
@@ -140,3 +149,66 @@ def test_a_missing_state_buffer_is_shown() -> None:
     found = ours.differences(fingerprint(geometry(spec(0, 1, 2))))
     assert found["buffer.target.index.item_bytes"] == (132, "(absent)")
     assert found["state_layer_ids"] == ({"target.index": [0, 2]}, {})
+
+
+def with_draft(*index: int, draft_index: tuple[int, ...] = (4,)) -> CacheGeometry:
+    """Latent of four layers, an index of some, and a draft layer with both."""
+    drafts = [spec(4, owner="draft", kind="latent", item_bytes=2304)]
+    if draft_index:
+        drafts.append(spec(*draft_index, owner="draft", kind="index", item_bytes=132, dtype="uint8"))
+    return geometry(
+        spec(0, 1, 2, 3, kind="latent"), spec(*index, kind="index", item_bytes=132, dtype="uint8"), *drafts
+    )
+
+
+@pytest.mark.contract(53)
+def test_the_draft_part_is_told_by_start_and_count() -> None:
+    """Draft buffers stand after the target's, and both ends compare where they start and how many there are."""
+    parts = fingerprint(with_draft(0, 2)).parts
+    assert parts["draft_buffers"] == {"start": 2, "count": 2}
+    found = fingerprint(with_draft(0, 2)).differences(fingerprint(with_draft(0, 2, draft_index=())))
+    assert found["draft_buffers"] == ({"start": 2, "count": 2}, {"start": 2, "count": 1})
+
+
+@pytest.mark.contract(56)
+@pytest.mark.case("D4")
+def test_as_many_state_layers_with_other_ids_are_refused() -> None:
+    """Index state on layers 0 and 2 is not that of layers 1 and 3, although the counts and bytes are equal."""
+    ours, theirs = fingerprint(with_draft(0, 2)), fingerprint(with_draft(1, 3))
+    with pytest.raises(
+        FingerprintMismatch, match=r"buffer\.target\.index\.layers: ours \[0, 2\], theirs \[1, 3\]"
+    ):
+        ours.require_equal(theirs, "http://peer")
+
+
+@pytest.mark.case("H4")
+def test_state_that_one_side_lacks_is_refused() -> None:
+    """A contract with draft index state and a peer without any: refused, by the name of the buffer."""
+    ours, theirs = fingerprint(with_draft(0, 2)), fingerprint(with_draft(0, 2, draft_index=()))
+    with pytest.raises(FingerprintMismatch, match=r"draft\.index\.item_bytes: ours 132, theirs \(absent\)"):
+        ours.require_equal(theirs, "http://peer")
+
+
+@pytest.mark.contract(57, 58)
+def test_identity_is_fixed_before_compaction() -> None:
+    """Target and draft state keep their logical layers beside compact storage: layer 2 is slot 1, layer 4 slot 0."""
+    both = with_draft(0, 2)
+    target, draft = both.buffers[1], both.buffers[3]
+    assert (target.name, target.layer_ids, [target.slot(layer) for layer in (0, 2)]) == (
+        "target.index",
+        (0, 2),
+        [0, 1],
+    )
+    assert (draft.name, draft.layer_ids, draft.slot(4)) == ("draft.index", (4,), 0)
+    assert target.pool_bytes(10) == 2 * 10 * 132
+    parts = fingerprint(both).parts["state_layer_ids"]
+    assert parts == {"target.index": [0, 2], "draft.index": [4]}
+
+
+@pytest.mark.case("D13")
+def test_unequal_tensor_parallel_sizes_are_refused() -> None:
+    """A peer that shares its heads out among two ranks has another contract, whatever its item sizes."""
+    ours = fingerprint()
+    theirs = Fingerprint(parts={**ours.parts, "tensor_parallel": 2})
+    with pytest.raises(FingerprintMismatch, match="tensor_parallel: ours 1, theirs 2"):
+        ours.require_equal(theirs, "http://peer")
