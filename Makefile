@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 # forwards of tests and demonstration share their cores with nodes: sleep instead of spinning
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test check bench sanitize clean
+.PHONY: setup demo test matrix check bench sanitize clean
 
 setup:
 	@PYTHON=$(PYTHON) scripts/setup.sh
@@ -20,6 +20,11 @@ demo: setup
 test: setup
 	@$(RUN) -m app prepare smollm2
 	@$(RUN) -m pytest
+
+# every combination of model, dtype, ranks, chunk and mode over the real engine (some 20 minutes)
+matrix: setup
+	@$(RUN) -m app prepare smollm2
+	@MATRIX=full $(RUN) -m pytest tests/e2e/test_matrix.py
 
 check: setup
 	@$(VENV)/bin/ruff check app tests bench demo

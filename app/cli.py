@@ -77,7 +77,7 @@ def _doctor(known: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _prepare(known: argparse.Namespace, flags: list[str]) -> int:
-    from app.engine.models import model_files
+    from app.engine.models.files import model_files
 
     _say(f"{known.model}: {model_files(known.model).folder}")
     return 0

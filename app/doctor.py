@@ -27,7 +27,7 @@ import psutil
 
 from app.core.geometry import CacheGeometry
 from app.core.slots import SlotFormat
-from app.engine.overrides import merge_overrides
+from app.engine.models.overrides import merge_overrides
 from app.obs.cgroups import cgroup_limit
 from app.settings import NodeSettings
 
@@ -147,7 +147,7 @@ def device(settings: NodeSettings) -> list[Finding]:
 
 def model(settings: NodeSettings) -> list[Finding]:
     """Whether the weights are there, converted or as a package."""
-    from app.engine.models import missing_package, model_folder
+    from app.engine.models.files import missing_package, model_folder
 
     name = settings.model.name
     if name == "toy":
@@ -181,7 +181,7 @@ def geometry_of(settings: NodeSettings) -> CacheGeometry | None:
 def _weights_bytes(settings: NodeSettings) -> int:
     """Weights in memory: the files hold bfloat16. Models without files are small."""
     from app.engine.load import compute_dtype
-    from app.engine.models import model_folder
+    from app.engine.models.files import model_folder
 
     if settings.model.name != "smollm2":
         return 0

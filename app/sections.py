@@ -129,6 +129,13 @@ class LimitSettings(Section):
     default_new_tokens: Count = Field(64, description="where a request names no number")
 
 
+class DiagnosticSettings(Section):
+    """Off by default: each costs time, and says so when it is on."""
+
+    synchronise: bool = Field(False, description="wait for the device at each layer's end")
+    check_owners: bool = Field(False, description="check the owner of every page of a request")
+
+
 class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="success is debug")
     format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal")

@@ -38,6 +38,7 @@ from app.sections import (
     CacheSettings,
     CpSettings,
     DeadlineSettings,
+    DiagnosticSettings,
     HttpSettings,
     LimitSettings,
     LogSettings,
@@ -71,6 +72,7 @@ class NodeSettings(BaseSettings):
     deadlines: DeadlineSettings = DeadlineSettings()
     limits: LimitSettings = LimitSettings()
     log: LogSettings = LogSettings()
+    diagnostics: DiagnosticSettings = DiagnosticSettings()
 
     @classmethod
     def settings_customise_sources(

@@ -21,8 +21,8 @@ from app.core.chunks import plan_chunks
 from app.core.owners import plan_owners
 from app.core.pages import pages_for
 from app.engine.base import ForwardStep, NoHooks
-from app.engine.hf import HfEngine
 from app.engine.load import load_engine
+from app.engine.models.hf import HfEngine
 from app.tiers.device import DevicePool
 from bench.exposed import RouterStandIn
 from bench.nodes import node

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from app.engine.models import model_files
+from app.engine.models.files import model_files
 from bench.nodes import NodeProcess, node
 from bench.report import BenchFailed, Row, Target
 

@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 venv=.venv
-want=$(cat pyproject.toml constraints.txt scripts/setup.sh CMakeLists.txt $(find csrc -path csrc/tests -prune -o -type f -print | LC_ALL=C sort) | cksum)
+want=$( (cat pyproject.toml constraints.txt scripts/setup.sh CMakeLists.txt $(find csrc -type f | LC_ALL=C sort); find app -name "*.py" | LC_ALL=C sort) | cksum)
 
 # The transfer engine links against these even where it only uses TCP.
 missing=$("$python" - <<'EOF'

@@ -62,3 +62,7 @@ class OwnerLanes(_native.OwnerLanes):
     def physical(self, pages: PageArray) -> PageArray:
         """The number of each logical page in its owner's pool."""
         return pages % self.pages
+
+    def is_free(self, pages: PageArray) -> npt.NDArray[np.bool_]:
+        """Which of these logical pages nobody holds."""
+        return np.asarray(self._states[pages] == 0)

@@ -11,9 +11,9 @@ import torch
 
 from app.core.geometry import CacheGeometry
 from app.engine.base import Engine, Text
-from app.engine.models import model_files, model_folder
-from app.engine.splits import Split
-from app.engine.toy import ToyEngine, ToyText
+from app.engine.models.files import model_files, model_folder
+from app.engine.models.toy import ToyEngine, ToyText
+from app.engine.paged.splits import Split
 from app.errors import SettingsError
 
 
@@ -51,7 +51,7 @@ def load_engine(
         ), ToyText()
     compute = compute_dtype(dtype, device)
     if name == "glm-dsa-tiny":
-        from app.engine.glm import load_glm
+        from app.engine.models.glm import load_glm
 
         return load_glm(
             name=name,
@@ -65,8 +65,8 @@ def load_engine(
             draft=draft,
             overrides=overrides,
         ), ToyText()
-    from app.engine.hf import HfText
-    from app.engine.llama import load_llama
+    from app.engine.models.hf import HfText
+    from app.engine.models.llama import load_llama
 
     files = model_files(name)
     engine = load_llama(
@@ -111,7 +111,7 @@ def geometry_of(
     path = model_folder(name) / "config.json"
     if not path.exists():
         return None
-    from app.engine.llama import kv_geometry
+    from app.engine.models.llama import kv_geometry
 
     config = SimpleNamespace(**json.loads(path.read_text()))
     compute = compute_dtype(dtype, device)

@@ -18,9 +18,10 @@ from app.core.slots import SlotFormat, SlotTable
 from app.engine.base import Engine, Text
 from app.engine.generate import TOP_K
 from app.engine.load import load_engine
-from app.engine.overrides import merge_overrides
+from app.engine.models.overrides import merge_overrides
 from app.errors import SettingsError
 from app.service.context import NodeContext
+from app.service.diagnostics import Diagnostics
 from app.service.forwards import Forwards
 from app.service.gates import PageGate
 from app.settings import NodeSettings
@@ -108,6 +109,7 @@ async def build(
         peers=Peers(introduction, lambda: layouts[0], control, transfers, timeout_s=handshake_s),
         spawn=spawn,
         digest_thread=ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest"),
+        diagnostics=Diagnostics(settings.diagnostics, pools, cache.lanes),
     )
     return Parts(context, text, fingerprint)
 

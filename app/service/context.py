@@ -16,6 +16,7 @@ from app.core.ids import InstanceId, PageArray, RoomId
 from app.core.prefix_tree import Namespace
 from app.core.slots import SlotTable
 from app.engine.base import Engine
+from app.service.diagnostics import Diagnostics
 from app.service.forwards import Forwards
 from app.service.gates import PageGate
 from app.settings import NodeSettings
@@ -56,6 +57,7 @@ class NodeContext:
     spawn: Callable[[Coroutine[Any, Any, None], str], None]
     """Run a coroutine as a task that the node owns."""
     digest_thread: ThreadPoolExecutor
+    diagnostics: Diagnostics
     statistics: TransferStatistics = field(default_factory=TransferStatistics)
 
     @property
@@ -92,6 +94,11 @@ class NodeContext:
         ):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.digest_thread, work)
+
+    def layer_end(self) -> None:
+        """On the forward thread, at each layer's end."""
+        self.forwards.progress()
+        self.diagnostics.layer_end()
 
     def hold(
         self, room: RoomId, reason: str, pages: PageArray | None, give_back: Callable[[], None], for_s: float

@@ -48,7 +48,7 @@ class _Progress(NoHooks):
         self._job = job
 
     def after_write(self, layer: int, source: str) -> None:
-        self._node.forwards.progress()
+        self._node.layer_end()
         if self._job.life.reason is not None:
             raise self._job.life.reason
 
@@ -138,6 +138,7 @@ class DecodeService:
         missing = pages_for(rows, node.page_size) - len(lease.prefix)
         lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
         job.pages = lease.pages
+        node.diagnostics.pages(job.pages)
         job.first_position = max(job.first_position, len(lease.prefix))
         job.facts["cached_tokens"] = len(lease.prefix) * node.page_size
 

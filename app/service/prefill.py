@@ -111,6 +111,7 @@ class PrefillService:
         missing = pages_for(total, node.page_size) - len(lease.prefix)
         lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
         job.pages = lease.pages
+        node.diagnostics.pages(job.pages)
         job.facts["cached_tokens"] = len(lease.prefix) * node.page_size
 
     def _keep(self, job: PrefillJob, request: Request) -> None:
@@ -188,7 +189,7 @@ class PrefillService:
                 [context],
                 self.node.bridge.record,
                 cancelled=job.stop_reason,
-                progress=self.node.forwards.progress,
+                progress=self.node.layer_end,
             )
             if plan.is_last and self._ahead:
                 self.node.spawn(self._tell_ahead(job, peer, context), f"ahead {job.room}")

@@ -62,5 +62,9 @@ def snapshot(node: Node) -> dict[str, Any]:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "pool_bytes": sum(pool.total_bytes for pool in context.pools),
         },
+        "diagnostics": {
+            "synchronisations": context.diagnostics.synchronisations,
+            "owner_checks": context.diagnostics.owner_checks,
+        },
         "counters": dict(node.counters),
     }

@@ -1,4 +1,7 @@
-"""Every kind of cache over every way to move it: the real engine, against the same chunks without a transfer."""
+"""Every kind of cache over every way to move it: the real engine, against the same chunks without a transfer.
+
+MATRIX=full takes all combinations of the large model too (`make matrix`); without it, about half of them.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,27 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.support.matrix import CHUNKS, LENGTHS, MODES, RANKS
+from tests.support.matrix import FULL, LENGTHS, combinations
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1500)]
 
 MODELS = ("smollm2", "glm-dsa-tiny")
 DTYPES = ("bfloat16", "fp8")
 WITHIN_S = 1400
+ALL = os.environ.get("MATRIX") == FULL
+EVERY = [
+    (model, dtype, *one) for dtype in DTYPES for model in MODELS for one in combinations(model, full=ALL)
+]
 
 
-@functools.cache
-def lines(model: str, dtype: str) -> tuple[dict[str, Any], ...]:
-    """What a process of its own saw of this model and dtype, one entry a request."""
+def _observe(model: str, dtype: str) -> tuple[dict[str, Any], ...]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.matrix", model, dtype],
+        [sys.executable, "-m", "tests.support.matrix", model, dtype, *([FULL] if ALL else [])],
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
@@ -32,6 +38,18 @@ def lines(model: str, dtype: str) -> tuple[dict[str, Any], ...]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return tuple(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+@functools.cache
+def _started() -> dict[tuple[str, str], Future[tuple[dict[str, Any], ...]]]:
+    """Two processes at a time: each computes on one thread."""
+    pool = ThreadPoolExecutor(2)
+    return {(model, dtype): pool.submit(_observe, model, dtype) for dtype in DTYPES for model in MODELS}
+
+
+def lines(model: str, dtype: str) -> tuple[dict[str, Any], ...]:
+    """What a process of its own saw of this model and dtype, one entry a request."""
+    return _started()[model, dtype].result()
 
 
 def seen(model: str, dtype: str, **wanted: Any) -> list[dict[str, Any]]:
@@ -55,11 +73,7 @@ def require_equal(line: dict[str, Any]) -> None:
 
 @pytest.mark.contract(3, 8, 97, 100, 113)
 @pytest.mark.case("D12", "H3")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype", "ranks", "chunk", "mode"), EVERY)
 def test_a_moved_cache_decodes_as_one_that_stayed(
     model: str, dtype: str, ranks: int, chunk: int, mode: str
 ) -> None:
@@ -70,11 +84,7 @@ def test_a_moved_cache_decodes_as_one_that_stayed(
 
 
 @pytest.mark.contract(140)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype", "ranks", "chunk", "mode"), EVERY)
 def test_a_second_pass_gives_the_first_ones_bits(
     model: str, dtype: str, ranks: int, chunk: int, mode: str
 ) -> None:

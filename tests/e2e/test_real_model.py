@@ -38,7 +38,8 @@ def _prefill_flags() -> list[list[str]]:
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One decode node, and a prefill node for each mode and chunk size, behind no router."""
     flags = ["--model.name", "smollm2", "--model.threads", str(THREADS), "--trace", "true"]
-    flags += ["--transfer.digests", "full", "--cache.pages", "64", "--cache.slots", "32"]
+    # these prompts begin alike, and whole transfers are what is compared here
+    flags += ["--transfer.digests", "full", "--cache.pages", "64", "--cache.slots", "32", "--cache.reuse", "off"]
     folder = tmp_path_factory.mktemp("nodes")
     with cluster(folder, flags=flags, prefill_flags=_prefill_flags(), router=False) as running:
         yield running
@@ -47,7 +48,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def model() -> tuple[Engine, Text]:
     engine, text = load_engine(name="smollm2", page_size=64, dtype="auto", device="cpu", threads=THREADS)
-    engine.bind(DevicePool(engine.geometry, 64, 1))
+    engine.bind([DevicePool(engine.geometry, 64)])
     return engine, text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.engine.formats import PageFormat, index_format, key_value_format, latent_format
+from app.engine.paged.formats import PageFormat, index_format, key_value_format, latent_format
 from app.errors import BadInput
 
 PAGE = 64

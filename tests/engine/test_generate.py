@@ -11,8 +11,8 @@ from app.core.ids import PageArray
 from app.engine.base import DraftStep, ForwardStep, NoHooks
 from app.engine.generate import TOP_K, Continuation, Handover, prefill_chunk
 from app.engine.local import run_locally
+from app.engine.models.toy import ToyEngine
 from app.engine.sampling import Sampler, Sampling
-from app.engine.toy import ToyEngine
 from app.errors import BadInput, InvalidRequest
 from tests.engine.rig import PAGE, Notes, bound, page_bytes, prompt_of
 

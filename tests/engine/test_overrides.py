@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.overrides import merge_overrides
+from app.engine.models.overrides import merge_overrides
 from app.errors import SettingsError
 from tests.engine.rig import loaded
 

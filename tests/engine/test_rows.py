@@ -10,10 +10,10 @@ import torch
 
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.engine.base import NoHooks
-from app.engine.formats import index_format
-from app.engine.parallel import RankTeam, SharedAccess, SharedForward
-from app.engine.rows import RankPools, RankRows, RowLayout, RowStatistics
-from app.engine.splits import split_rows
+from app.engine.paged.formats import index_format
+from app.engine.paged.parallel import RankTeam, SharedAccess, SharedForward
+from app.engine.paged.rows import RankPools, RankRows, RowLayout, RowStatistics
+from app.engine.paged.splits import split_rows
 from app.errors import BadInput, IntegrityError, InvalidRequest
 from app.tiers.device import DevicePool
 from tests.engine.rig import Notes, page_bytes, table

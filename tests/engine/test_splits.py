@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.splits import Split, split_rows
+from app.engine.paged.splits import Split, split_rows
 from app.errors import BadInput
 
 SPLITS = st.sampled_from(["zigzag", "contiguous"])

@@ -9,8 +9,8 @@ import torch
 from app.core.digests import Bytes3d
 from app.engine.base import DraftStep, ForwardStep, NoHooks
 from app.engine.local import run_locally
-from app.engine.splits import Split
-from app.engine.toy import ToyEngine
+from app.engine.models.toy import ToyEngine
+from app.engine.paged.splits import Split
 from app.errors import BadInput, InvalidRequest
 from app.tiers.device import DevicePool
 from tests.engine.rig import PAGE, Notes, bound, forward_all, loaded, page_bytes, prompt_of, table

@@ -55,8 +55,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompt_for(model: str) -> list[int]:
     _, text = load_engine(name="toy", page_size=16, dtype="auto", device="cpu", threads=1)
     if model == "smollm2":
-        from app.engine.hf import HfText
-        from app.engine.models import model_files
+        from app.engine.models.files import model_files
+        from app.engine.models.hf import HfText
 
         text = HfText(model_files(model))
     return demo_prompts(text)[0].tokens[:TOKENS]  # type: ignore[arg-type]

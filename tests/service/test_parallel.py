@@ -164,8 +164,9 @@ async def _told(cluster: Cluster, ranks: list[RankSent]) -> Any:
 
 
 @pytest.mark.contract(111)
+@pytest.mark.case("D8")
 async def test_an_abort_drains_every_rank(cluster: Cluster) -> None:
-    """An abort is acknowledged when the writes of all ranks have ended, not those of the first."""
+    """An abort is acknowledged when the writes of all ranks have ended; then none of them holds anything of it."""
     await cluster.start(parallel(4))
     slow = cluster.ranks[cluster.prefill][3]
     slow.hold()
@@ -178,6 +179,9 @@ async def test_an_abort_drains_every_rank(cluster: Cluster) -> None:
     assert cluster.held(cluster.decode)["pages"] > 0
     slow.let_go()
     await cluster.free()
+    context = cluster.prefill.context
+    assert [context.cache.lanes.free_in(rank) for rank in range(4)] == [context.cache.lanes.pages] * 4
+    assert all(not queue["queued"] for t in context.transfers for queue in t.statistics()["peers"].values())
 
 
 @pytest.mark.contract(141)

@@ -16,8 +16,8 @@ from app import doctor
 from app.cli import main
 from app.core.geometry import CacheGeometry
 from app.doctor import Finding, examine
-from app.engine import models
-from app.engine.toy import ToyEngine
+from app.engine.models import files as models
+from app.engine.models.toy import ToyEngine
 from app.errors import SettingsError
 from app.obs.cgroups import cgroup_limit
 from app.settings import NodeSettings, load_settings

@@ -23,7 +23,7 @@ from app.core.geometry import CacheGeometry
 from app.core.ids import PageArray, Source
 from app.core.pages import pages_for
 from app.engine.base import LayerHooks
-from app.engine.formats import PageFormat
+from app.engine.paged.formats import PageFormat
 from app.errors import BadInput, IntegrityError, InvalidRequest
 from app.tiers.device import DevicePool
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from app.core.geometry import BufferSpec, CacheGeometry
-from app.engine.formats import PageFormat, key_value_format
-from app.engine.hf import HfEngine, RankShare
-from app.engine.models import ModelFiles
-from app.engine.paged_cache import LayerPlan
-from app.engine.splits import Split
+from app.engine.models.files import ModelFiles
+from app.engine.models.hf import HfEngine, RankShare
+from app.engine.paged.cache import LayerPlan
+from app.engine.paged.formats import PageFormat, key_value_format
+from app.engine.paged.splits import Split
 
 KvBuffers = Literal["together", "apart"]
 

@@ -22,7 +22,7 @@ import torch
 from app.core.ids import PageArray, Source
 from app.core.pages import pages_for
 from app.engine.base import LayerHooks
-from app.engine.rows import RankPools, RankRows, RowLayout, RowStatistics, require_pages, require_same
+from app.engine.paged.rows import RankPools, RankRows, RowLayout, RowStatistics, require_pages, require_same
 
 T = TypeVar("T")
 

@@ -21,13 +21,13 @@ import xxhash
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import Owner, PageArray, Source
 from app.core.pages import pages_for
-from app.engine import toy_state
 from app.engine.base import Forwarded, ForwardStep, LayerHooks
-from app.engine.formats import PageFormat, Plain
-from app.engine.rows import RankPools, RankRows, RowLayout, require_pages
-from app.engine.splits import Split, split_rows
-from app.engine.toy_draft import DRAFT_ROW_BYTES, ToyDraft
-from app.engine.toy_state import HASH_BYTES, INDEX_ROW_BYTES, SUM_BYTES, Bytes
+from app.engine.models import toy_state
+from app.engine.models.toy_draft import DRAFT_ROW_BYTES, ToyDraft
+from app.engine.models.toy_state import HASH_BYTES, INDEX_ROW_BYTES, SUM_BYTES, Bytes
+from app.engine.paged.formats import PageFormat, Plain
+from app.engine.paged.rows import RankPools, RankRows, RowLayout, require_pages
+from app.engine.paged.splits import Split, split_rows
 from app.errors import BadInput, InvalidRequest
 from app.tiers.device import DevicePool
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from app.engine import toy_state
 from app.engine.base import DraftStep, Forwarded, LayerHooks
-from app.engine.rows import require_pages
-from app.engine.toy_state import HASH_BYTES, SUM_BYTES
+from app.engine.models import toy_state
+from app.engine.models.toy_state import HASH_BYTES, SUM_BYTES
+from app.engine.paged.rows import require_pages
 from app.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from app.engine.toy import ToyEngine
+    from app.engine.models.toy import ToyEngine
 
 DRAFT_ROW_BYTES = 96
 _WRONG_EVERY = 4

@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from app.core.ids import Owner
-from app.engine.rows import RowAccess
+from app.engine.paged.rows import RowAccess
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from app.engine.base import DraftStep, Forwarded, LayerHooks
 from app.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from app.engine.hf import HfEngine, RankShare
+    from app.engine.models.hf import HfEngine, RankShare
 
 log = structlog.get_logger(__name__)
 

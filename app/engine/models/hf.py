@@ -19,12 +19,12 @@ from torch import nn
 from app.core.geometry import CacheGeometry
 from app.core.ids import Owner, PageArray
 from app.engine.base import DraftModel, Forwarded, ForwardStep, LayerHooks, Wanted
-from app.engine.formats import PageFormat
-from app.engine.models import ModelFiles
-from app.engine.paged_cache import LayerPlan, paged_cache
-from app.engine.parallel import RankTeam, SharedAccess, SharedForward
-from app.engine.rows import RankPools, RowAccess, RowStatistics, SingleAccess
-from app.engine.splits import Split, split_rows
+from app.engine.models.files import ModelFiles
+from app.engine.paged.cache import LayerPlan, paged_cache
+from app.engine.paged.formats import PageFormat
+from app.engine.paged.parallel import RankTeam, SharedAccess, SharedForward
+from app.engine.paged.rows import RankPools, RowAccess, RowStatistics, SingleAccess
+from app.engine.paged.splits import Split, split_rows
 from app.errors import BadInput, InvalidRequest
 from app.tiers.device import DevicePool
 

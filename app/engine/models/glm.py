@@ -22,11 +22,11 @@ from torch import nn
 
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import Owner
-from app.engine.formats import PageFormat, index_format, latent_format
-from app.engine.hf import HfEngine, RankShare
-from app.engine.mtp import HfDraft, MtpLayer
-from app.engine.paged_cache import LayerPlan
-from app.engine.splits import Split
+from app.engine.models.hf import HfEngine, RankShare
+from app.engine.models.mtp import HfDraft, MtpLayer
+from app.engine.paged.cache import LayerPlan
+from app.engine.paged.formats import PageFormat, index_format, latent_format
+from app.engine.paged.splits import Split
 from app.errors import SettingsError
 
 SEED = 1

@@ -1,0 +1,1 @@
+"""Models that can be served, and where their weights come from."""
