@@ -105,6 +105,7 @@ class Draft(enum.Enum):
     ONE_TOKEN_FURTHER = 2
 
 TRANSITIONS: tuple[tuple[str, str, str], ...]
+POLICIES: tuple[str, ...]
 
 class Namespace:
     def __init__(
@@ -205,7 +206,15 @@ class TreeStats:
 
 class PrefixTree:
     def __init__(
-        self, *, page_size: int, l1_pages: int, l2_pages: int = 0, lanes: int = 1, hash_bits: int = 64
+        self,
+        *,
+        page_size: int,
+        l1_pages: int,
+        l2_pages: int = 0,
+        lanes: int = 1,
+        hash_bits: int = 64,
+        policy: str = "lhd",
+        l2_policy: str | None = None,
     ) -> None: ...
     @property
     def page_size(self) -> int: ...

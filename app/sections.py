@@ -73,6 +73,32 @@ class CacheSettings(Section):
     slots: Count = Field(64, description="metadata slots: rooms that decode may await at once")
 
 
+class HiCacheSettings(Section):
+    """L2: pinned host memory behind the pages of L1. Off until it has a size."""
+
+    host_ratio: float = Field(0.0, ge=0, le=1000, description="L2 pages for each L1 page of a rank; 0: no L2")
+    host_bytes: int | None = Field(None, ge=1, description="bytes of L2 of each rank; wins over the ratio")
+    layout: Literal["layer_first", "page_first", "page_first_direct", "layer_page_first"] = Field(
+        "layer_first", description="order of items in host memory"
+    )
+    copy_backend: Literal["kernel", "direct"] = Field("kernel", description="how pages are copied")
+    storage: Literal["none", "file"] = Field("none", description="a third tier; there is none yet")
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
+        "write_through", description="when pages are copied to L2"
+    )
+    selective_hits: Count = Field(2, description="uses after which write_through_selective copies")
+    l1_room: float = Field(0.02, ge=0, lt=1, description="part of L1 that eviction keeps free")
+    l2_room: float = Field(0.02, ge=0, lt=1, description="part of L2 that eviction keeps free")
+    load_s: Seconds = Field(30.0, description="waiting for one layer of a load")
+    lost_s: Seconds = Field(60.0, description="copies of which nothing was heard: their pages come back")
+    strict: bool = Field(False, description="refuse a copy backend without prepared loads")
+    checks: Literal["off", "full"] = Field("off", description="digests of pages at each crossing; for tests")
+
+    @property
+    def enabled(self) -> bool:
+        return self.host_ratio > 0 or self.host_bytes is not None
+
+
 class PrefillSettings(Section):
     chunk_tokens: int = Field(2048, ge=1, description="tokens a forward; a multiple of the page size")
     max_input_tokens: Count = Field(4096, description="a longer prompt is refused")

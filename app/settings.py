@@ -39,6 +39,7 @@ from app.sections import (
     CpSettings,
     DeadlineSettings,
     DiagnosticSettings,
+    HiCacheSettings,
     HttpSettings,
     LimitSettings,
     LogSettings,
@@ -66,6 +67,7 @@ class NodeSettings(BaseSettings):
     auth: AuthSettings = AuthSettings()
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
+    hicache: HiCacheSettings = HiCacheSettings()
     prefill: PrefillSettings = PrefillSettings()
     cp: CpSettings = CpSettings()
     transfer: TransferSettings = TransferSettings()
@@ -124,6 +126,13 @@ class NodeSettings(BaseSettings):
             raise ValueError("model.layer_delay_s is for the toy models only")
         if self.model.device == "cuda" and toy:
             raise ValueError("model.device (cuda): the toy models run on cpu only")
+        if self.hicache.enabled and self.cache.reuse == "off":
+            raise ValueError("hicache needs cache.reuse: without it nothing is kept in any tier")
+        if self.hicache.lost_s <= self.hicache.load_s:
+            raise ValueError(
+                f"hicache.lost_s ({self.hicache.lost_s:g}) must outlive a copy: hicache.load_s is "
+                f"{self.hicache.load_s:g}"
+            )
         if self.cache.dtype != "auto" and toy:
             raise ValueError(f"cache.dtype ({self.cache.dtype}): the toy models store bytes")
         return self

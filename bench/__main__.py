@@ -52,6 +52,22 @@ def _cp(flags: Sequence[str]) -> Report:
         return run(chosen, progress)
 
 
+def _replay(flags: Sequence[str]) -> Report:
+    from bench.replay import options, run
+
+    chosen = options(flags)
+    with progress_bars(Console(stderr=True)) as progress:
+        return run(chosen, progress)
+
+
+def _hicache(flags: Sequence[str]) -> Report:
+    from bench.hicache import options, run
+
+    chosen = options(flags)
+    with progress_bars(Console(stderr=True)) as progress:
+        return run(chosen, progress)
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     "core": Benchmark(
         summary="allocators, prefix tree, page plans and page copies against their peers",
@@ -60,6 +76,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "cp": Benchmark(
         summary="what context parallelism with one shared copy costs and moves",
         run=_cp,
+    ),
+    "replay": Benchmark(
+        summary="a trace of requests through tree, allocators and eviction, against LRU and a bound",
+        run=_replay,
+    ),
+    "hicache": Benchmark(
+        summary="first tokens of cached prefixes, the price of backups, loads behind the forward",
+        run=_hicache,
     ),
     "transfer": Benchmark(
         summary="exposed transfer time, goodput against a plain socket, resident memory of the nodes",

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-_SCALES = {"us": 1e6, "ms": 1e3, "MB": 1e-6, "GB/s": 1e-9, "runs": 1}
-_SAMPLED = {"us": "s", "ms": "s", "MB": "B", "GB/s": "B/s", "runs": "runs"}
-Unit = Literal["us", "ms", "MB", "GB/s", "runs"]
+_SCALES = {"us": 1e6, "ms": 1e3, "MB": 1e-6, "GB/s": 1e-9, "runs": 1, "%": 100}
+_SAMPLED = {"us": "s", "ms": "s", "MB": "B", "GB/s": "B/s", "runs": "runs", "%": "part"}
+Unit = Literal["us", "ms", "MB", "GB/s", "runs", "%"]
 """Samples are in seconds, bytes and bytes a second; these are for showing them."""
 
 

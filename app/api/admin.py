@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from app import __version__
 from app.core.rooms import parse_room
 from app.errors import NotReady, PeerAborted
+from app.service.caches import cache_report, flush
 from app.service.node import Node
 
 
 class AbortBody(BaseModel):
     reason: str = Field("aborted by an operator", max_length=500)
+
+
+class FlushBody(BaseModel):
+    """Nothing given: both tiers, every prompt that nobody is using."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tier: Literal["all", "l1"] = "all"
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class Health(BaseModel):
@@ -58,6 +68,15 @@ def admin_router(node: Node, **options: Any) -> APIRouter:
     @router.get("/rooms", summary="Live rooms, and the last ones that ended")
     async def rooms() -> dict[str, Any]:
         return {"live": node.rooms(), "ended": node.ended_rooms()}
+
+    @router.get("/cache", summary="Occupancy of the tiers, hits, pins, extents, copies")
+    async def cache() -> dict[str, Any]:
+        return cache_report(node.context)
+
+    @router.post("/cache/flush", summary="Forget cached prompts that nobody is using", **options)
+    async def cache_flush(body: FlushBody | None = None) -> dict[str, Any]:
+        wanted = body or FlushBody()
+        return flush(node.context, which=wanted.tier, salt=wanted.cache_salt, rooms=len(node.rooms()))
 
     @router.post("/abort/{room}", summary="Fail a live room", **options)
     async def abort(room: str, body: AbortBody | None = None) -> Aborted:

@@ -28,6 +28,15 @@ class Bootstrap(BaseModel):
     bootstrap_room: int | str | None = None
 
 
+class Caching(BaseModel):
+    """What a request says about caches, on every route that takes prompts."""
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="prompts under different salts never share a page"
+    )
+    no_store: bool = Field(False, description="keep nothing of this request for later ones")
+
+
 class SamplingParams(BaseModel):
     """Fields of other servers are accepted when they change nothing here, and refused otherwise."""
 
@@ -63,7 +72,7 @@ class SamplingParams(BaseModel):
         return self
 
 
-class GenerateBody(Bootstrap):
+class GenerateBody(Bootstrap, Caching):
     model_config = ConfigDict(extra="allow")
 
     text: Annotated[str, Field(max_length=1 << 22)] | None = None
@@ -103,6 +112,8 @@ def generate_router(node: Node, **options: Any) -> APIRouter:
                 bootstrap_port=body.bootstrap_port,
                 bootstrap_room=body.bootstrap_room,
                 request_id=body.rid or "",
+                salt=body.cache_salt,
+                store=not body.no_store,
             ),
         )
         started = time.monotonic()

@@ -36,6 +36,8 @@ class Parsed:
     bootstrap_port: int | None
     bootstrap_room: int | str | None
     request_id: str
+    salt: str | None = None
+    store: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class Leg:
             ignore_eos=parsed.ignore_eos,
             bootstrap_url=url,
             request_id=parsed.request_id,
+            salt=parsed.salt,
+            store=parsed.store,
         )
         self.job = self._start(url)
 

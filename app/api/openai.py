@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from app.api.generate import Bootstrap, Tokens, stops
+from app.api.generate import Bootstrap, Caching, Tokens, stops
 from app.api.legs import Leg, Parsed, Piece
 from app.api.streaming import answer
 from app.engine.sampling import Sampling
@@ -34,7 +34,7 @@ _REFUSED = (
 )
 
 
-class OpenAiBody(Bootstrap):
+class OpenAiBody(Bootstrap, Caching):
     """Fields that both routes share. Others are accepted when they change nothing, and refused otherwise."""
 
     model_config = ConfigDict(extra="allow")
@@ -93,6 +93,8 @@ def openai_router(node: Node, **options: Any) -> APIRouter:
                 bootstrap_port=body.bootstrap_port,
                 bootstrap_room=body.bootstrap_room,
                 request_id=body.rid or "",
+                salt=body.cache_salt,
+                store=not body.no_store,
             ),
         )
 

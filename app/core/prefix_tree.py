@@ -8,7 +8,7 @@ to the caller again.
     tree.insert(space, tokens, pages, owners)          after a forward; says which pages were not needed
     tree.reserve / begin_backup -> acknowledge         L1 -> L2: visible after the last acknowledgement
     tree.begin_load -> acknowledge                     L2 -> L1
-    tree.evict / evict_owners                          least recently used, children before parents
+    tree.evict / evict_owners                          what the tier's policy gives up first, children before parents
 
 Tokens are contiguous numpy arrays of int64 or int32 and are read in place (not to be written by another
 thread meanwhile). Lengths count valid tokens; the last page of a prompt may be a valid tail. A node id stays
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,10 @@ Namespace = _native.Namespace
 Tokens = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 Owners = npt.NDArray[np.int8]
 Tier = Literal[1, 2]
+Policy = Literal["lru", "slru", "s3fifo", "lhd"]
+"""How a tier chooses what goes: POLICIES; what they order by is in csrc/include/kvferry/policy.hpp."""
+DEFAULT_POLICY: Final[Policy] = "lhd"
+POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 
 
 class Residency(StrEnum):
@@ -96,11 +100,28 @@ class PrefixTree:
     """Errors leave it as it was: BadInput, PageMismatch. One lock guards it; long calls run without the GIL."""
 
     def __init__(
-        self, *, page_size: int, l1_pages: int, l2_pages: int = 0, lanes: int = 1, hash_bits: int = 64
+        self,
+        *,
+        page_size: int,
+        l1_pages: int,
+        l2_pages: int = 0,
+        lanes: int = 1,
+        hash_bits: int = 64,
+        policy: Policy = DEFAULT_POLICY,
+        l2_policy: Policy | None = None,
     ) -> None:
-        """Pages are 0..n-1 in each tier, owners 0..lanes-1. Fewer `hash_bits` make hashes collide (tests)."""
+        """Pages are 0..n-1 in each tier, owners 0..lanes-1. Fewer `hash_bits` make hashes collide (tests).
+
+        `policy` says what is evicted first: of L1, and of L2 too unless `l2_policy` names another.
+        """
         self._tree = _native.PrefixTree(
-            page_size=page_size, l1_pages=l1_pages, l2_pages=l2_pages, lanes=lanes, hash_bits=hash_bits
+            page_size=page_size,
+            l1_pages=l1_pages,
+            l2_pages=l2_pages,
+            lanes=lanes,
+            hash_bits=hash_bits,
+            policy=policy,
+            l2_policy=l2_policy,
         )
         self.page_size = page_size
         self.lanes = lanes
@@ -119,7 +140,8 @@ class PrefixTree:
 
         `floor` gives whole pages, for a new scheduling decision; without it a valid tail counts. `draft`
         says how the last draft row is made sure of. `pin` keeps `node` and all above it until unpin(node).
-        `known_tokens` is what an insert would find, in whatever state. `touch` counts as a use.
+        `known_tokens` is what an insert would find, in whatever state. `touch` counts as a use, and cuts the
+        node inside which it ends: pages of a node are used together.
         """
         return self._tree.match(space, tokens, floor, draft, touch, pin)
 
@@ -191,7 +213,7 @@ class PrefixTree:
         return self._tree.cancel(ticket)
 
     def evict(self, tier: Tier, pages: int) -> PageArray:
-        """Up to `pages` pages, least recently used first; fewer when no more can be evicted."""
+        """Up to `pages` pages in the order of the tier's policy; fewer when no more can be evicted."""
         return self._tree.evict(tier, pages)
 
     def evict_owners(self, tier: Tier, wanted: Sequence[int] | PageArray) -> PageArray:
@@ -208,10 +230,6 @@ class PrefixTree:
     def path(self, node: int) -> list[int]:
         """The node ids from the top down to `node`."""
         return self._tree.path(node)
-
-    def nodes(self, node: int) -> list[NodeInfo]:
-        """The path down to `node`, from the top; of node 0, which is none, nothing."""
-        return [self.node(number) for number in self.path(node)] if node else []
 
     def stats(self) -> TreeStats:
         return self._tree.stats()

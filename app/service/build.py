@@ -13,7 +13,6 @@ import torch
 from app.core.fingerprint import Fingerprint, build_fingerprint
 from app.core.holds import Quarantine
 from app.core.ids import InstanceId
-from app.core.prefix_tree import namespace
 from app.core.slots import SlotFormat, SlotTable
 from app.engine.base import Engine, Text
 from app.engine.generate import TOP_K
@@ -24,10 +23,10 @@ from app.service.context import NodeContext
 from app.service.diagnostics import Diagnostics
 from app.service.forwards import Forwards
 from app.service.gates import PageGate
+from app.service.tiers import make_tiers
 from app.settings import NodeSettings
 from app.tiers.device import DevicePool
 from app.tiers.events import EventBridge
-from app.tiers.prefix import PrefixCache
 from app.transfer import mooncake
 from app.transfer.base import EngineDriver, Region
 from app.transfer.blocks import BufferLayout, Layouts
@@ -83,23 +82,18 @@ async def build(
     layouts = tuple(pool_layouts(pool) for pool in pools)
     control = client or HttpControlClient(token=settings.secret())
     handshake_s = settings.deadlines.handshake_s
-    exact = settings.cache.reuse == "exact"
-    cache = PrefixCache(
-        page_size=settings.cache.page_size,
-        pages=settings.cache.pages,
-        ranks=settings.cp.size,
-        reuse=settings.cache.reuse != "off",
-        grid=settings.prefill.chunk_tokens if exact else None,
-    )
+    gate: PageGate | None = None
+    tiers = make_tiers(settings, pools, freed=lambda: gate.serve() if gate is not None else None)
+    gate = PageGate(tiers.cache, max_waiting=settings.limits.queued_requests)
     context = NodeContext(
         settings=settings,
         instance=instance,
         engine=engine,
         pools=pools,
         layouts=layouts,
-        space=namespace(fingerprint, bigrams=engine.draft is not None),
-        cache=cache,
-        gate=PageGate(cache, max_waiting=settings.limits.queued_requests),
+        fingerprint=fingerprint,
+        tiers=tiers,
+        gate=gate,
         slots=SlotTable(settings.cache.slots),
         quarantine=Quarantine(),
         forwards=Forwards(threads=settings.model.threads, stall_s=settings.deadlines.stall_s),
@@ -109,7 +103,7 @@ async def build(
         peers=Peers(introduction, lambda: layouts[0], control, transfers, timeout_s=handshake_s),
         spawn=spawn,
         digest_thread=ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest"),
-        diagnostics=Diagnostics(settings.diagnostics, pools, cache.lanes),
+        diagnostics=Diagnostics(settings.diagnostics, pools, tiers.cache.lanes),
     )
     return Parts(context, text, fingerprint)
 

@@ -11,14 +11,16 @@ from itertools import accumulate
 from typing import Any
 
 from app.core.digests import items, page_digests
+from app.core.fingerprint import Fingerprint
 from app.core.holds import Quarantine
 from app.core.ids import InstanceId, PageArray, RoomId
-from app.core.prefix_tree import Namespace
+from app.core.prefix_tree import Namespace, namespace
 from app.core.slots import SlotTable
 from app.engine.base import Engine
 from app.service.diagnostics import Diagnostics
 from app.service.forwards import Forwards
 from app.service.gates import PageGate
+from app.service.tiers import Tiers
 from app.settings import NodeSettings
 from app.tiers.device import DevicePool, readable
 from app.tiers.events import EventBridge
@@ -42,9 +44,8 @@ class NodeContext:
     """One for each rank; the metadata slots lie in the first."""
     layouts: tuple[Layouts, ...]
     """Of each rank."""
-    space: Namespace
-    """Under which prompts are kept in the prefix tree."""
-    cache: PrefixCache
+    fingerprint: Fingerprint
+    tiers: Tiers
     gate: PageGate
     slots: SlotTable
     quarantine: Quarantine
@@ -63,6 +64,15 @@ class NodeContext:
     @property
     def page_size(self) -> int:
         return self.settings.cache.page_size
+
+    @property
+    def cache(self) -> PrefixCache:
+        """Of both tiers where there is an L2, else of L1."""
+        return self.tiers.cache
+
+    def space(self, salt: str | None = None) -> Namespace:
+        """Under which prompts of a tenant are kept in the prefix tree. With a draft a token further."""
+        return namespace(self.fingerprint, salt=salt, bigrams=self.engine.draft is not None)
 
     @property
     def pool(self) -> DevicePool:

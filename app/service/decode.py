@@ -41,11 +41,15 @@ log = structlog.get_logger(__name__)
 
 
 class _Progress(NoHooks):
-    """Tells health that layers end, and ends the step of a room that has failed."""
+    """Waits for loads, tells health that layers end, and ends the step of a room that has failed."""
 
     def __init__(self, node: NodeContext, job: DecodeJob) -> None:
         self._node = node
         self._job = job
+
+    def before_read(self, layer: int) -> None:
+        if self._job.lease is not None:
+            self._job.lease.wait(layer)
 
     def after_write(self, layer: int, source: str) -> None:
         self._node.layer_end()
@@ -114,26 +118,34 @@ class DecodeService:
         with job.deadline(limits.decode_s, "decoding outlived deadlines.decode_s:"):
             await self._decode(job, request, metadata)
         job.life.advance(Event.FINISH)
-        self._keep(job, request)
+        await self._keep(job, request)
 
-    def _keep(self, job: DecodeJob, request: Request) -> None:
+    async def _keep(self, job: DecodeJob, request: Request) -> None:
         """Leave the rows behind for later prompts: those that target and draft have both written.
 
         In exact mode, and where the draft was not run, only what prefill has computed: a row that was decoded
         alone has other low bits.
         """
-        assert job.lease is not None and job.pages is not None
+        assert job.lease is not None and job.pages is not None and job.lease.space is not None
+        if not request.store:
+            return
+        if job.lease.loads:  # an answer of one token has read nothing yet
+            await asyncio.to_thread(job.lease.confirm, self.node.settings.hicache.load_s)
         rows = len(request.prompt)
         drafted = self.node.engine.draft is None or self._proposals(request) > 0
         if self.node.settings.cache.reuse == "page" and job.continuation is not None and drafted:
             rows = job.continuation.position
-        tokens = [*request.prompt, *job.emitted]
-        self.node.cache.keep(job.lease, tokens[: rows + self.node.space.bigrams], job.pages)
+        tokens = [*request.prompt, *job.emitted][: rows + job.lease.space.bigrams]
+        if self.node.tiers.hicache is not None:
+            self.node.tiers.hicache.keep(job.lease, tokens, job.pages, back_up=True)
+        else:
+            self.node.cache.keep(job.lease, tokens, job.pages)
 
     async def _take_pages(self, job: DecodeJob, request: Request) -> None:
         """The lease: what is here of the prompt, and pages for the rest of it and for the answer."""
         node = self.node
-        job.lease = lease = node.cache.find(node.space, request.prompt, most=len(request.prompt))
+        space = node.space(request.salt)
+        job.lease = lease = node.cache.find(space, request.prompt, most=len(request.prompt))
         rows = len(request.prompt) + request.max_new_tokens
         missing = pages_for(rows, node.page_size) - len(lease.prefix)
         lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
@@ -141,6 +153,7 @@ class DecodeService:
         node.diagnostics.pages(job.pages)
         job.first_position = max(job.first_position, len(lease.prefix))
         job.facts["cached_tokens"] = len(lease.prefix) * node.page_size
+        job.facts["l2_tokens"] = lease.l2_tokens
 
     def _proposals(self, request: Request) -> int:
         """Tokens that the draft proposes a step: verified greedily, so only for greedy requests."""

@@ -34,6 +34,10 @@ class Request:
     ignore_eos: bool = False
     bootstrap_url: str = ""
     request_id: str = ""
+    salt: str | None = None
+    """Of a tenant: prompts under different salts never share a page."""
+    store: bool = True
+    """Whether what is computed for it may be kept for later requests."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,7 @@ class Node:
                     log.warning("hold.expired", room=hold.room, reason=hold.reason, pages=hold.pages)
                 if self.prefill is not None:
                     self.prefill.rooms.expire_parked(now)
+                context.tiers.keep_house(self.settings.hicache.lost_s)
             except Exception as error:
                 self.counters["task_faults"] += 1
                 log.error("control.fault", exc_info=error)
@@ -184,6 +185,7 @@ class Node:
         context.bridge.close()
         context.forwards.close()
         context.digest_thread.shutdown(wait=True, cancel_futures=True)
+        await asyncio.to_thread(context.tiers.close)
         for pool in context.pools:
             pool.close()
 
@@ -236,7 +238,7 @@ class Node:
     def check_integrity(self) -> None:
         """Every pool, table and queue of this node."""
         context = self.context
-        context.cache.check_integrity()
+        context.tiers.check_integrity()
         context.slots.check_integrity()
         self.table().check_integrity()
         if self.prefill is not None:

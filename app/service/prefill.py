@@ -8,13 +8,15 @@ BOOTSTRAPPING'                      any failure -> DRAINING -> FAILED
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import structlog
 
 from app.core.chunks import ChunkPlan, plan_chunks
 from app.core.groups import plan_groups
-from app.core.ids import PageArray
+from app.core.ids import PageArray, Source
 from app.core.lifecycle import Event
 from app.core.owners import owned_by
 from app.core.pages import pages_for, slice_positions
@@ -105,20 +107,32 @@ class PrefillService:
         await self._finish(job, peer)
 
     async def _take_pages(self, job: PrefillJob, request: Request) -> None:
-        """The lease: what is cached of the prompt, and pages for the rest. Its last token is computed anew."""
+        """The lease: what is cached of the prompt, and pages for the rest. Its last token is computed anew.
+
+        What is in L2 only is on its way to L1 from here on; pages of L2 are reserved for what will be new.
+        """
         node, total = self.node, len(request.prompt)
-        job.lease = lease = node.cache.find(node.space, request.prompt, most=total - 1)
+        job.lease = lease = node.cache.find(node.space(request.salt), request.prompt, most=total - 1)
         missing = pages_for(total, node.page_size) - len(lease.prefix)
         lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
         job.pages = lease.pages
         node.diagnostics.pages(job.pages)
+        if node.tiers.hicache is not None and request.store:
+            job.backup = node.tiers.hicache.reserve(lease, request.prompt, job.pages)
         job.facts["cached_tokens"] = len(lease.prefix) * node.page_size
+        job.facts["l2_tokens"] = lease.l2_tokens
 
     def _keep(self, job: PrefillJob, request: Request) -> None:
-        """Every row has been written: later prompts may use them, while this one's are still being sent."""
-        assert job.lease is not None and job.pages is not None and job.first is not None
-        if job.life.reason is None:
-            self.node.cache.keep(job.lease, [*request.prompt, job.first.token], job.pages)
+        """Every row has been written: later prompts may use them, while this one's are still being sent.
+
+        With a draft the last key needs a token that was not known when L2 was reserved: the prompt alone counts.
+        """
+        assert job.lease is not None and job.pages is not None
+        if job.life.reason is not None or not request.store:
+            return
+        if job.backup is not None and self.node.tiers.hicache is not None:
+            self.node.tiers.hicache.finish(job.backup)
+        self.node.cache.keep(job.lease, request.prompt, job.pages)
 
     def _check(self, request: Request) -> None:
         if not request.prompt:
@@ -184,12 +198,15 @@ class PrefillService:
             reason = job.stop_reason()
             if reason is not None:
                 raise reason
+            assert job.lease is not None
             notes = ForwardNotes(
                 loop,
                 [context],
                 self.node.bridge.record,
                 cancelled=job.stop_reason,
                 progress=self.node.layer_end,
+                ready=job.lease.wait,
+                listener=self._backup_of(job, plan),
             )
             if plan.is_last and self._ahead:
                 self.node.spawn(self._tell_ahead(job, peer, context), f"ahead {job.room}")
@@ -197,6 +214,18 @@ class PrefillService:
             if not plan.is_last:
                 self.node.spawn(self._finish_chunk(job), f"chunk {job.room}:{plan.start}")
         job.phases.mark("forward_end")
+
+    def _backup_of(self, job: PrefillJob, plan: ChunkPlan) -> Callable[[Source, int, Any], None] | None:
+        """Copies the pages that a chunk fills to L2, layer by layer. None when nothing was reserved."""
+        if job.backup is None or self.node.tiers.hicache is None:
+            return None
+        page = self.node.page_size
+        chunk = self.node.tiers.hicache.chunk([(job.backup, plan.start // page, plan.end // page)])
+
+        def layer_end(source: Source, layer: int, event: Any) -> None:
+            chunk.layer_end(source, layer, [] if event is None else [event])
+
+        return layer_end
 
     def _compute(
         self, job: PrefillJob, request: Request, plan: ChunkPlan, notes: ForwardNotes
@@ -215,6 +244,9 @@ class PrefillService:
         )
         if handover is None:
             return None
+        assert job.lease is not None
+        # a layer that read no earlier row has not waited for its part of a load
+        job.lease.confirm(self.node.settings.hicache.load_s)
         job.handover = metadata_of(handover)
         digests: list[str | None] = [None, None]
         if self.node.settings.trace:

@@ -33,6 +33,7 @@ from app.service.context import NodeContext
 from app.service.jobs import Job, Request, TokenOut
 from app.service.sender import PageSender
 from app.service.tombstones import Tombstones
+from app.tiers.backup import Reservation
 from app.transfer.base import Batch, TransferEngine
 from app.transfer.context import ChunkContext
 from app.transfer.fifo import RoomFifos
@@ -55,6 +56,8 @@ class PrefillJob(Job):
     """What decode goes on from: the first token, and the draft's output beside it."""
     compared: frozenset[int] = frozenset()
     """Layers that decode has compared already."""
+    backup: Reservation | None = None
+    """Pages of L2 for what is computed."""
     staging: SlotRef | None = None
     """Where the metadata record lies until its write can no longer read it."""
     metadata: Batch | None = None

@@ -55,6 +55,8 @@ class Reservation:
     error: KvferryError | None = None
     settled: bool = False
     """Visible, or rolled back."""
+    doubt: Callable[[], KvferryError | None] = lambda: None
+    """Asked at the last moment: why what was copied must not be seen, a prefix that did not arrive, say."""
 
     @property
     def complete(self) -> bool:
@@ -64,11 +66,6 @@ class Reservation:
     @property
     def open(self) -> bool:
         return self.error is None and not self.settled
-
-    @property
-    def landed(self) -> bool:
-        """Whether the backup has become visible."""
-        return self.settled and self.error is None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +109,12 @@ class ChunkBackup:
         if unit in self._fired or unit not in self._backups.index:
             return
         self._fired.add(unit)
-        members = tuple(piece for piece in self._pieces if piece.of.open)
+        number = self._backups.index[unit]
+        members = tuple(
+            piece
+            for piece in self._pieces
+            if piece.of.open and not piece.of.sent[number, piece.start : piece.stop].any()
+        )
         if not members:
             return
         if self._mapped is None or self._mapped[0] != members:
@@ -233,7 +235,7 @@ class Backups:
     # ------------------------------------------------------------------ ends
 
     def abort(self, of: Reservation, error: KvferryError) -> None:
-        """Submit nothing more of it; it rolls back when its copies are quiet. Harmless when it has settled."""
+        """Submit nothing more of it: it rolls back when its copies are quiet, if it has not settled."""
         if of.open:
             of.error = error
             self._advance(of)
@@ -263,8 +265,12 @@ class Backups:
             self._advance(of)
 
     def _acknowledge(self, of: Reservation, source: Source) -> None:
-        self.host.written(of.l2, source)
         last = not any(of.left.values())
+        reason = of.doubt() if last else None
+        if reason is not None:
+            self.abort(of, reason)
+            return
+        self.host.written(of.l2, source)
         if last and self.host.checks is not None:
             self.host.checks.record(of.l1, of.l2)
         self.tree.acknowledge(of.ticket)
@@ -279,7 +285,7 @@ class Backups:
             of.settled = True
             self.host.release(self.tree.cancel(of.ticket).pages)
             self.counters.rolled_back += 1
-        if of.settled and of in self.open:
+        if of.settled:
             self.open.discard(of)
         self.drained()
 

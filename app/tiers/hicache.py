@@ -26,7 +26,7 @@ from app.tiers.copy_queue import CopyQueue
 from app.tiers.events import DeviceEvent
 from app.tiers.hicache_report import Flushed, Held, flushed, holds, report
 from app.tiers.l2 import HostTier
-from app.tiers.leases import Lease
+from app.tiers.leases import NO_PAGES, Lease
 from app.tiers.loadback import Loads
 from app.tiers.page_checks import PageChecks
 from app.tiers.prefix import PrefixCache, Tokens
@@ -168,6 +168,7 @@ class HiCache(PrefixCache):
         key, whole = self._whole(lease.space, tokens)
         made = self.writes.reserve(lease.space, key, pages[:whole]) if whole else None
         if made is not None:
+            made.doubt = lambda: lease.failed
             lease.backups.append(made)
         return made
 
@@ -234,7 +235,7 @@ class HiCache(PrefixCache):
         super()._give_back(pages)
         self.writes.forget(pages)
 
-    def _held_pages(self) -> int:
+    def held_pages(self) -> int:
         return sum(len(pages) for pages, _ in self.late)
 
     # ------------------------------------------------------------------ room, purge, flush
@@ -250,11 +251,10 @@ class HiCache(PrefixCache):
         self.host.release(gone.l2)
         return flushed(self, len(gone.l1), len(gone.l2))
 
-    def flush(self) -> Flushed:
-        """Forget everything that nobody holds, in both tiers; what stayed is in the answer."""
+    def flush(self, *, l1_only: bool = False) -> Flushed:
         l1 = self.tree.evict(1, self.pages)
         self._returned(l1)
-        l2 = self.tree.evict(2, self.host.pages)
+        l2 = NO_PAGES if l1_only else self.tree.evict(2, self.host.pages)
         self.host.release(l2)
         return flushed(self, len(l1), len(l2))
 
@@ -279,11 +279,6 @@ class HiCache(PrefixCache):
     def report(self) -> dict[str, Any]:
         """For GET /cache: plain values."""
         return report(self)
-
-    @property
-    def live(self) -> frozenset[Lease]:
-        """The leases that have not ended."""
-        return frozenset(self._live)
 
     def check_integrity(self) -> None:
         """IntegrityError unless lanes, tree, copies in flight and their sums agree, in both tiers."""

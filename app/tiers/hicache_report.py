@@ -11,6 +11,7 @@ from app.tiers.leases import Lease
 
 if TYPE_CHECKING:
     from app.tiers.hicache import HiCache
+    from app.tiers.prefix import PrefixCache
 
 AGES_S: Final = (1.0, 10.0, 60.0, 600.0)
 """Bounds of the ages by which pins are counted."""
@@ -42,16 +43,16 @@ class Flushed:
         return not (self.l1_stayed or self.l2_stayed or self.leases or self.copies)
 
 
-def flushed(cache: HiCache, l1_pages: int, l2_pages: int) -> Flushed:
+def flushed(cache: PrefixCache, l1_pages: int, l2_pages: int) -> Flushed:
     """The answer to a flush that has freed these pages."""
     stats = cache.tree.stats()
     return Flushed(
         l1_pages=l1_pages,
         l2_pages=l2_pages,
-        l1_stayed=stats.l1_pages + sum(len(pages) for pages, _ in cache.late),
+        l1_stayed=stats.l1_pages + cache.held_pages() + sum(len(lease.own) for lease in cache.live),
         l2_stayed=stats.l2_pages,
         leases=cache.leases,
-        copies=len(cache.backups.open) + len(cache.loads.open),
+        copies=stats.tickets,
     )
 
 
@@ -94,9 +95,9 @@ def report(cache: HiCache) -> dict[str, Any]:
     loading = sum(len(l1) for load in cache.loads.open for part in load.parts for l1, _ in part.nodes)
     backups, loads = cache.backups.counters, cache.loads.counters
     return {
-        "l1": _tier(cache.lanes, cache.pages, stats.l1_pages, loading, stats.evictable_l1_pages)
+        "l1": tier(cache.lanes, cache.pages, stats.l1_pages, loading, stats.evictable_l1_pages)
         | {"evicted_pages": cache.evicted_pages, "leases": cache.leases},
-        "l2": _tier(cache.host.lanes, cache.host.pages, stats.l2_pages, pending, stats.evictable_l2_pages)
+        "l2": tier(cache.host.lanes, cache.host.pages, stats.l2_pages, pending, stats.evictable_l2_pages)
         | {"evicted_pages": cache.host.evicted_pages},
         "tokens": {
             "looked_up": cache.looked_up_tokens,
@@ -125,7 +126,7 @@ def ages(leases: Iterable[Lease], now_s: float) -> dict[str, int]:
     return found
 
 
-def _tier(lanes: OwnerLanes, pages: int, held: int, moving: int, evictable: int) -> dict[str, Any]:
+def tier(lanes: OwnerLanes, pages: int, held: int, moving: int, evictable: int) -> dict[str, Any]:
     free = lanes.free_pages
     largest = max(lanes.largest_extent(lane) for lane in range(lanes.lanes))
     roomiest = max(lanes.free_in(lane) for lane in range(lanes.lanes))

@@ -49,6 +49,14 @@ class Lease:
         for load in self.loads:
             load.wait(layer)
 
+    def confirm(self, timeout_s: float) -> None:
+        """Block until all of the prefix has landed: the forward thread, at its end, before what it wrote is kept.
+
+        Layers that were only enqueued on a device, or that nobody has read, are waited for too. Errors as `wait`.
+        """
+        for load in self.loads:
+            load.confirm(timeout_s)
+
     @property
     def failed(self) -> KvferryError | None:
         """Why the promised prefix is not there: recompute under a new lease, or fail; never decode with a hole."""

@@ -64,10 +64,20 @@ class Load:
         """Block until the layer is there: KV and state, target and draft. Raises what made the load fail."""
         if self.error is not None:
             raise self.error
+        if self.settled:
+            return
         if self.readiness is None:
             raise IllegalTransition("the load was not started", layer=layer)
         self.readiness.wait(layer)
         self.check(layer)
+
+    def confirm(self, timeout_s: float) -> None:
+        """Block until every byte has landed, whoever has read it or not. Raises what made the load fail."""
+        until = time.monotonic() + timeout_s
+        for layer in self.layers:
+            self.wait(layer)
+        for ticket in () if self.readiness is None else self.readiness.tickets:
+            ticket.wait(max(0.0, until - time.monotonic()))
 
     def check(self, layer: int) -> None:
         """Compare the digests of a layer that is there, once. Corruption where they differ."""

@@ -21,6 +21,7 @@ from app.core.lanes import OwnerLanes
 from app.core.owners import plan_owners
 from app.core.prefix_tree import Inserted, Namespace, PrefixTree
 from app.errors import BadInput, IntegrityError, PageMismatch
+from app.tiers.hicache_report import Flushed, flushed
 from app.tiers.leases import NO_PAGES, Lease
 from app.tiers.room import room_pages, shortfall
 
@@ -209,6 +210,29 @@ class PrefixCache:
         self._give_back(lease.own)
         lease.prefix = lease.own = NO_PAGES
 
+    # ------------------------------------------------------------------ room, purge, flush
+
+    def make_room(self) -> int:
+        """Restore the free room: for a task in the background. The pages that were evicted."""
+        return self.evict_to_target()
+
+    def purge(self, space: Namespace) -> Flushed:
+        """Forget a namespace but for what is held."""
+        gone = self.tree.clear(space)
+        self._give_back(gone.l1)
+        return flushed(self, len(gone.l1), 0)
+
+    def flush(self, *, l1_only: bool = False) -> Flushed:
+        """Forget everything that nobody holds; what stayed is in the answer. With an L2 maybe in L1 alone."""
+        l1 = self.tree.evict(1, self.pages)
+        self._give_back(l1)
+        return flushed(self, len(l1), 0)
+
+    @property
+    def live(self) -> frozenset[Lease]:
+        """The leases that have not ended."""
+        return frozenset(self._live)
+
     def _roomiest(self) -> int:
         """The lane with the most free pages, so that short prompts do not all go to the first."""
         return max(range(self.ranks), key=lambda rank: (self.lanes.free_in(rank), -rank))
@@ -218,7 +242,7 @@ class PrefixCache:
         self.lanes.check_integrity()
         self.tree.check_integrity()
         stats = self.tree.stats()
-        free = self.lanes.free_pages + self._held_pages()
+        free = self.lanes.free_pages + self.held_pages()
         own = sum(len(lease.own) for lease in self._live)
         if free + stats.l1_pages + own > self.pages:
             raise IntegrityError(
@@ -231,6 +255,6 @@ class PrefixCache:
         if stats.pins > len(self._live):
             raise IntegrityError(f"L1: {stats.pins} pins of {len(self._live)} leases")
 
-    def _held_pages(self) -> int:
+    def held_pages(self) -> int:
         """Pages that are neither free nor leased nor cached."""
         return 0

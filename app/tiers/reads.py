@@ -14,6 +14,7 @@ from app.tiers.events import DeviceEvent
 from app.tiers.l2 import HostTier
 from app.tiers.leases import Lease
 from app.tiers.loadback import LoadPart, Loads
+from app.tiers.paths import nodes_to
 from app.tiers.prefix import Tokens
 
 Take = Callable[[npt.NDArray[np.int8]], PageArray | None]
@@ -33,7 +34,7 @@ class TierReads:
     def sound(self, node: int) -> int:
         """Tokens down to the first node that cannot be loaded: half written, changed, or on a load that failed."""
         end = 0
-        for info in self._tree.nodes(node):
+        for info in nodes_to(self._tree, node):
             if info.state == Residency.L2 and not self._host.sound(info.l2_pages):
                 break
             if info.state == Residency.LOADING and self._loads.by_ticket[info.ticket].failed is not None:
@@ -52,7 +53,7 @@ class TierReads:
         if last.state == Residency.L2 and last.start + last.tokens > usable:
             self._tree.split(last.id, usable - last.start)  # no more than is asked for
         node = lease.node = self._tree.match(lease.space, key, floor=True, pin=True).node
-        path = self._tree.nodes(node)
+        path = nodes_to(self._tree, node)
         missing = [info for info in path if info.state == Residency.L2]
         if missing and not self._begin(lease, node, missing, after):
             self._tree.unpin(node)
@@ -64,7 +65,7 @@ class TierReads:
                 load = self._loads.by_ticket[info.ticket]
                 if load not in lease.loads:
                     lease.loads.append(self._loads.join(load))
-        table = [np.asarray(info.l1_pages, dtype=np.int64) for info in self._tree.nodes(node)]
+        table = [np.asarray(info.l1_pages, dtype=np.int64) for info in nodes_to(self._tree, node)]
         lease.prefix = np.concatenate(table)[: -(-usable // self._tree.page_size)]
         lease.l2_tokens = sum(info.tokens for info in missing)
         return True

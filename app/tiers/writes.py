@@ -22,6 +22,7 @@ from app.errors import BadInput, SettingsError
 from app.tiers.backup import Backups, Piece, Reservation
 from app.tiers.events import DeviceEvent
 from app.tiers.l2 import HostTier
+from app.tiers.paths import nodes_to
 from app.tiers.prefix import Tokens
 
 log = structlog.get_logger(__name__)
@@ -96,7 +97,7 @@ class TierWrites:
         has no room for some node; what lies above it is backed up.
         """
         pieces, fits = [], True
-        for info in self._tree.nodes(node):
+        for info in nodes_to(self._tree, node):
             if info.state != Residency.L1:
                 continue
             l1 = np.asarray(info.l1_pages, dtype=np.int64)
@@ -121,7 +122,7 @@ class TierWrites:
         if last.state == Residency.L1 and last.start + last.tokens > end:
             node = self._tree.split(node, end - last.start)
         hot = 0
-        for info in self._tree.nodes(node):
+        for info in nodes_to(self._tree, node):
             if info.state == Residency.L1 and (self._uses[info.l1_pages] < self.selective_hits).any():
                 break
             hot = info.id

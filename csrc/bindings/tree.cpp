@@ -33,6 +33,11 @@ void bind_tree(nb::module_& m) {
     transitions.append(nb::make_tuple(std::string(name(t.from)), std::string(name(t.event)), std::string(name(t.to))));
   }
   m.attr("TRANSITIONS") = nb::tuple(transitions);
+  nb::list policies;
+  for (std::string_view policy : kPolicies) {
+    policies.append(std::string(policy));
+  }
+  m.attr("POLICIES") = nb::tuple(policies);
 
   nb::class_<Namespace>(m, "Namespace")
       .def(
@@ -58,10 +63,12 @@ void bind_tree(nb::module_& m) {
   tree.def(
           "__init__",
           [](SharedTree* self, std::size_t page_size, std::int64_t l1_pages, std::int64_t l2_pages, int lanes,
-             int hash_bits) {
-            new (self) SharedTree(TreeShape{page_size, l1_pages, l2_pages, lanes, hash_bits});
+             int hash_bits, const std::string& policy, const std::optional<std::string>& l2_policy) {
+            new (self) SharedTree(TreeShape{
+                page_size, l1_pages, l2_pages, lanes, hash_bits, {policy, l2_policy.value_or(policy)}});
           },
-          nb::kw_only(), "page_size"_a, "l1_pages"_a, "l2_pages"_a = 0, "lanes"_a = 1, "hash_bits"_a = 64)
+          nb::kw_only(), "page_size"_a, "l1_pages"_a, "l2_pages"_a = 0, "lanes"_a = 1, "hash_bits"_a = 64,
+          "policy"_a = "lhd", "l2_policy"_a.none() = nb::none())
       .def_prop_ro("page_size", [](const SharedTree& self) { return self.tree.shape().page_size; })
       .def_prop_ro("lanes", [](const SharedTree& self) { return self.tree.shape().lanes; })
       .def(

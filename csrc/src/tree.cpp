@@ -27,6 +27,15 @@ PrefixTree::PrefixTree(const TreeShape& shape) : shape_(shape) {
   if (shape.hash_bits < 0 || shape.hash_bits > 64) {
     throw BadInput("a hash has 0 to 64 bits, not " + text(shape.hash_bits));
   }
+  for (const std::string& policy : shape.policies) {
+    require_policy(policy);
+  }
+  if (std::any_of(shape.policies.begin(), shape.policies.end(), learns)) {
+    history_ = std::make_unique<ReuseHistory>(clock_, shape.page_size, std::max(shape.l1_pages, shape.l2_pages));
+  }
+  for (Tier tier : kBothTiers) {
+    policies_[at(tier)] = make_policy(shape.policies[at(tier)], tier, clock_, history_.get());
+  }
   hash_mask_ = shape.hash_bits == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << shape.hash_bits) - 1;
   used_[at(Tier::l1)].resize(static_cast<std::size_t>(shape.l1_pages));
   used_[at(Tier::l2)].resize(static_cast<std::size_t>(shape.l2_pages));
@@ -34,7 +43,7 @@ PrefixTree::PrefixTree(const TreeShape& shape) : shape_(shape) {
 
 PrefixTree::~PrefixTree() = default;
 
-// --- pins and use ----------------------------------------------------------------------------------------
+// --- pins ----------------------------------------------------------------------------------------
 
 void PrefixTree::pin(std::int64_t id) {
   Node* node = require(id);
@@ -64,26 +73,10 @@ void PrefixTree::hold(Node* node) {
 void PrefixTree::release(Node* node) {
   for (Node* n = node; n != nullptr; n = n->parent) {
     if (--n->holds == 0) {
-      settle(n);  // from below upwards: the parent becomes newer than its child
+      settle(n);
     }
   }
   prune(node);
-}
-
-void PrefixTree::settle(Node* node) {
-  for (Tier tier : kBothTiers) {
-    const bool wanted = node->holds == 0 && node->has(tier);
-    if (wanted != node->links[at(tier)].in) {
-      wanted ? lists_[at(tier)].add(node) : lists_[at(tier)].remove(node);
-    }
-  }
-}
-
-void PrefixTree::touch(const Walk& walk) {
-  for (auto step = walk.steps.rbegin(); step != walk.steps.rend(); ++step) {
-    lists_[at(Tier::l1)].touch(step->node);
-    lists_[at(Tier::l2)].touch(step->node);
-  }
 }
 
 // --- validation and views --------------------------------------------------------------------------------
@@ -169,8 +162,8 @@ TreeStats PrefixTree::stats() const {
   s.pins = pins_;
   s.l1_pages = held_pages_[at(Tier::l1)];
   s.l2_pages = held_pages_[at(Tier::l2)];
-  s.evictable_l1_pages = lists_[at(Tier::l1)].pages();
-  s.evictable_l2_pages = lists_[at(Tier::l2)].pages();
+  s.evictable_l1_pages = evictable_pages_[at(Tier::l1)];
+  s.evictable_l2_pages = evictable_pages_[at(Tier::l2)];
   return s;
 }
 

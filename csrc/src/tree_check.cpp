@@ -4,7 +4,6 @@
 #include <initializer_list>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 
 #include "kvferry/errors.hpp"
 #include "kvferry/tree.hpp"
@@ -62,8 +61,13 @@ void PrefixTree::check_node(const Node* node) const {
     const std::size_t wanted = should_have[at(tier)] ? node->page_count() : 0;
     expect(node->pages[at(tier)].size() == wanted, node, node->pages[at(tier)].size(), "pages in L", at(tier) + 1,
            "of", node->page_count(), "while", name(node->state));
-    expect(node->links[at(tier)].in == (node->holds == 0 && wanted > 0), node, "evictable is",
-           static_cast<int>(node->links[at(tier)].in), "in L", at(tier) + 1, "with", node->holds, "holds");
+    const Node::Standing& standing = node->standing[at(tier)];
+    const std::size_t free = node->holds == 0 ? wanted : 0;
+    expect(standing.counted == static_cast<std::int64_t>(free), node, standing.counted, "pages counted as evictable in L",
+           at(tier) + 1, "of", free);
+    expect(standing.offered == (free > 0 && node->children_with[at(tier)] == 0), node, "next to go is",
+           static_cast<int>(standing.offered), "in L", at(tier) + 1, "with", node->holds, "holds and",
+           node->children_with[at(tier)], "children");
   }
   const bool copying = node->state == Residency::pending || node->state == Residency::l1_pending ||
                        node->state == Residency::loading;
@@ -146,18 +150,16 @@ void PrefixTree::check_integrity() const {
   expect(seen == used_ && held == held_pages_, nullptr, "marks of held pages differ:", held[0], held[1], "counted",
          held_pages_[0], held_pages_[1]);
   for (Tier tier : kBothTiers) {
-    expect(evictable[at(tier)] == lists_[at(tier)].pages(), nullptr, evictable[at(tier)],
-           "pages can be evicted, the list has", lists_[at(tier)].pages());
-    std::unordered_map<const Node*, std::size_t> place;
-    for (const Node* node = lists_[at(tier)].oldest(); node != nullptr; node = node->links[at(tier)].newer) {
-      const auto parent = place.find(node->parent);
-      expect(parent == place.end(), node, "is newer than its parent in L", at(tier) + 1);
-      expect(place.emplace(node, place.size()).second, node, "stands in a list twice");
-    }
-    const auto listed = static_cast<std::size_t>(std::count_if(
-        nodes.begin(), nodes.end(), [&](const Node* node) { return node->links[at(tier)].in; }));
-    expect(listed == place.size(), nullptr, place.size(), "nodes in the list of L", at(tier) + 1, "where", listed,
-           "say so");
+    expect(evictable[at(tier)] == evictable_pages_[at(tier)], nullptr, evictable[at(tier)],
+           "pages can be evicted, counted", evictable_pages_[at(tier)]);
+    const auto offered = static_cast<std::size_t>(std::count_if(
+        nodes.begin(), nodes.end(), [&](const Node* node) { return node->standing[at(tier)].offered; }));
+    expect(offered == policies_[at(tier)]->size(), nullptr, policies_[at(tier)]->size(), "nodes in the order of L",
+           at(tier) + 1, "where", offered, "say so");
+    policies_[at(tier)]->check();
+  }
+  if (history_ != nullptr) {
+    history_->check();
   }
   std::size_t held_by_tickets = 0;
   for (const auto& [id, ticket] : tickets_) {

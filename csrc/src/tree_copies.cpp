@@ -60,7 +60,8 @@ Reserved PrefixTree::reserve(const Namespace& space, const Tokens& tokens, std::
   if (bad != tokens.size) {
     throw BadInput("the token at " + std::to_string(bad) + " is outside 0..2147483647");
   }
-  Node* node = hang(parent_at_grid(walk, space), std::move(run), owners);
+  tick();
+  Node* node = hang(parent_at_grid(walk, space), std::move(run), owners, grid / page);
   node->state = after(node->state, Event::reserve);
   give(node, Tier::l2, l2_pages);
   const std::int64_t ticket = open_ticket(Event::reserve, acks, node, {node});

@@ -1,5 +1,7 @@
-// Eviction: least recently used first, children before parents, never a held node.
+// Eviction in the order of the tier's policy, children before parents, never a held node.
 #include <algorithm>
+#include <queue>
+#include <tuple>
 
 #include "kvferry/errors.hpp"
 #include "kvferry/tree.hpp"
@@ -56,6 +58,7 @@ void PrefixTree::drop(Node* node, Tier tier, std::size_t keep, std::vector<std::
     prune(node);
     return;
   }
+  withdraw(node, tier);
   auto& pages = node->pages[at(tier)];
   const auto first = pages.begin() + static_cast<std::ptrdiff_t>(keep);
   const auto count = static_cast<std::int64_t>(pages.end() - first);
@@ -63,7 +66,6 @@ void PrefixTree::drop(Node* node, Tier tier, std::size_t keep, std::vector<std::
     used_[at(tier)][static_cast<std::size_t>(*page)] = 0;
   }
   out.insert(out.end(), first, pages.end());
-  lists_[at(tier)].shrink(count);
   held_pages_[at(tier)] -= count;
   pages.resize(keep);
   node->owners.resize(keep);
@@ -74,6 +76,7 @@ void PrefixTree::drop(Node* node, Tier tier, std::size_t keep, std::vector<std::
   pages.shrink_to_fit();
   node->tokens.shrink_to_fit();
   store_.rename(node);
+  settle(node, tier);
 }
 
 std::vector<std::int64_t> PrefixTree::evict(Tier tier, std::int64_t pages) {
@@ -81,11 +84,15 @@ std::vector<std::int64_t> PrefixTree::evict(Tier tier, std::int64_t pages) {
     throw BadInput("cannot evict " + std::to_string(pages) + " pages");
   }
   std::vector<std::int64_t> out;
-  UseList& list = lists_[at(tier)];
-  out.reserve(static_cast<std::size_t>(std::min(pages, list.pages())));
+  Policy& policy = *policies_[at(tier)];
+  out.reserve(static_cast<std::size_t>(std::min(pages, evictable_pages_[at(tier)])));
   Demand demand;
-  while ((demand.pages = pages - static_cast<std::int64_t>(out.size())) > 0 && list.oldest() != nullptr) {
-    drop(list.oldest(), tier, surplus(list.oldest(), demand), out);
+  while ((demand.pages = pages - static_cast<std::int64_t>(out.size())) > 0) {
+    Node* node = policy.victim();
+    if (node == nullptr) {
+      break;
+    }
+    drop(node, tier, surplus(node, demand), out);
   }
   return out;
 }
@@ -98,6 +105,9 @@ std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const st
     if (pages < 0) {
       throw BadInput("cannot evict " + std::to_string(pages) + " pages of a lane");
     }
+  }
+  if (shape_.lanes == 1) {
+    return evict(tier, wanted.front());
   }
   std::vector<std::int64_t> out;
   Demand demand;
@@ -112,18 +122,36 @@ std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const st
     }
     drop(node, tier, keep, out);
   };
+  using Turn = std::tuple<std::pair<std::int64_t, std::uint64_t>, std::uint32_t, Node*>;
+  std::priority_queue<Turn, std::vector<Turn>, std::greater<>> turns;
+  const auto queue_up = [&](Node* node) { turns.emplace(policies_[at(tier)]->rank(node), node->slot, node); };
   // first what costs nobody else: nodes that hold pages of these lanes and have no child in the tier
-  Node* next = nullptr;
-  for (Node* node = lists_[at(tier)].oldest(); node != nullptr && !demand.met(); node = next) {
-    next = node->links[at(tier)].newer;
-    if (node->children_with[at(tier)] == 0 && demand.wants(node)) {
-      evict_node(node);
+  policies_[at(tier)]->each([&](Node* node) {
+    if (demand.wants(node)) {
+      queue_up(node);
+    }
+  });
+  while (!turns.empty() && !demand.met()) {
+    Node* node = std::get<Node*>(turns.top());
+    Node* parent = node->parent;
+    turns.pop();
+    evict_node(node);
+    if (parent->standing[at(tier)].offered && demand.wants(parent)) {
+      queue_up(parent);
     }
   }
-  // then nodes that stand on such pages, oldest first, with everything below them
-  for (Node* node = lists_[at(tier)].oldest(); node != nullptr && !demand.met(); node = next) {
-    next = node->links[at(tier)].newer;
-    if (!demand.wants(node)) {
+  // then nodes that stand on such pages, in the order of what is below them, with all of it
+  turns = {};
+  if (!demand.met()) {
+    policies_[at(tier)]->each(queue_up);
+  }
+  while (!turns.empty() && !demand.met()) {
+    Node* node = std::get<Node*>(turns.top());  // gone meanwhile: it has no pages then
+    turns.pop();
+    while (node->holds == 0 && node->has(tier) && !demand.wants(node)) {
+      node = node->parent;
+    }
+    if (node->holds > 0 || !node->has(tier)) {
       continue;
     }
     std::vector<Node*> below{node};
@@ -140,8 +168,12 @@ std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const st
       }
       drop(below[i], tier, 0, out);
     }
+    Node* parent = node->parent;
     if (!demand.met()) {
       evict_node(node);
+    }
+    if (parent->standing[at(tier)].offered) {
+      queue_up(parent);
     }
   }
   return out;

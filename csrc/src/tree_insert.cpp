@@ -44,6 +44,7 @@ Inserted PrefixTree::insert(const Namespace& space, const Tokens& tokens, std::s
   }
   require_unused(Tier::l1, plan.taken);
 
+  tick();
   Inserted result;
   result.known_tokens = static_cast<std::int64_t>(walk.matched);
   result.duplicates = std::move(plan.duplicates);
@@ -67,9 +68,9 @@ Inserted PrefixTree::insert(const Namespace& space, const Tokens& tokens, std::s
     const std::size_t first = grid / page;
     const auto part = owners.empty() ? owners : owners.subspan(first);
     if (plan.grown != nullptr) {
-      end = grow(plan.grown, pages.subspan(first), part, std::move(run), result);
+      end = grow(plan.grown, pages.subspan(first), part, std::move(run), first, result);
     } else {
-      end = hang(parent_at_grid(walk, space), std::move(run), part);
+      end = hang(parent_at_grid(walk, space), std::move(run), part, first);
       end->state = after(end->state, Event::insert);
       give(end, Tier::l1, pages.subspan(first));
       settle(end);
@@ -77,13 +78,15 @@ Inserted PrefixTree::insert(const Namespace& space, const Tokens& tokens, std::s
     result.tokens = static_cast<std::int64_t>(keys);
   } else {
     const std::size_t stored = plan.stopped ? std::min(plan.stop, walk.matched) : keys;
-    end = last_before(walk, stored);
+    if (Step* last = last_before(walk, stored)) {
+      cut_behind(*last, stored - last->start);
+      end = last->node;
+    }
     result.tokens = static_cast<std::int64_t>(stored);
   }
   if (end != nullptr) {
     for (Node* node = end; !node->root; node = node->parent) {
-      lists_[at(Tier::l1)].touch(node);
-      lists_[at(Tier::l2)].touch(node);
+      refresh(node);
     }
     result.node = end->id();
     if (pin) {
@@ -115,7 +118,8 @@ Node* PrefixTree::parent_at_grid(const Walk& walk, const Namespace& space) {
 }
 
 // A new node without pages below `parent`, for the run of tokens that starts where the parent ends.
-Node* PrefixTree::hang(Node* parent, std::vector<std::int32_t>&& run, std::span<const std::int8_t> owners) {
+Node* PrefixTree::hang(Node* parent, std::vector<std::int32_t>&& run, std::span<const std::int8_t> owners,
+                       std::size_t first_page) {
   Node* node = store_.create();
   node->lookahead = parent->lookahead;
   write(node, parent->chain_end, std::move(run));
@@ -123,6 +127,7 @@ Node* PrefixTree::hang(Node* parent, std::vector<std::int32_t>&& run, std::span<
   node->owners.resize(node->page_count());
   table_.add(node);
   adopt(node, parent);
+  arrive(node, first_page);
   return node;
 }
 
@@ -144,7 +149,7 @@ void PrefixTree::write(Node* node, std::uint64_t before, std::vector<std::int32_
 // A valid tail becomes longer in place: its page is the one that the request went on writing. An L2 copy of
 // the shorter tail is stale and comes back in `result`.
 Node* PrefixTree::grow(Node* node, std::span<const std::int64_t> pages, std::span<const std::int8_t> owners,
-                       std::vector<std::int32_t>&& run, Inserted& result) {
+                       std::vector<std::int32_t>&& run, std::size_t first_page, Inserted& result) {
   const std::size_t whole = node->length / shape_.page_size;
   if (whole > 0) {
     cut(node, whole);
@@ -155,10 +160,7 @@ Node* PrefixTree::grow(Node* node, std::span<const std::int64_t> pages, std::spa
   }
   Node* parent = node->parent;
   const std::int8_t owner = node->owners.front();
-  const bool listed = node->links[at(Tier::l1)].in;
-  if (listed) {
-    lists_[at(Tier::l1)].remove(node);
-  }
+  withdraw(node, Tier::l1);
   disown(node);
   table_.remove(node);
   write(node, parent->chain_end, std::move(run));
@@ -172,6 +174,9 @@ Node* PrefixTree::grow(Node* node, std::span<const std::int64_t> pages, std::spa
   node->pages[at(Tier::l1)].assign(pages.begin(), pages.end());
   table_.add(node);
   adopt(node, parent);
+  const std::uint32_t uses = node->use.uses;
+  arrive(node, first_page);
+  node->use.uses = uses;  // its front has been here all the time
   settle(node);
   return node;
 }

@@ -15,6 +15,10 @@ void prefetch(const Node* node) {
   for (std::size_t i = 0; i < size; i += kLine) {
     __builtin_prefetch(bytes + i, 0, 2);
   }
+  // the rest of the node, for whoever counts its use
+  for (std::size_t i = kLine; i < sizeof(Node); i += kLine) {
+    __builtin_prefetch(reinterpret_cast<const char*>(node) + i, 1, 2);
+  }
 }
 
 }  // namespace
@@ -76,6 +80,10 @@ PrefixTree::Walk PrefixTree::walk(const Namespace& space, const Tokens& tokens) 
         prefetch(next);
       }
     }
+    const auto* chains = reinterpret_cast<const char*>(node->chains.data());
+    for (std::size_t i = 0; i < std::min<std::size_t>(node->page_count(), 256); i += 8) {
+      __builtin_prefetch(chains + i * sizeof(std::uint64_t), 0, 2);
+    }
     std::size_t equal = known + equal_run(node->tokens.data() + known, tokens, matched + known,
                                           shared + extra - known);
     equal = std::min(equal - std::min(equal, extra), shared);
@@ -89,10 +97,10 @@ PrefixTree::Walk PrefixTree::walk(const Namespace& space, const Tokens& tokens) 
   return {steps_, found->second, keys, matched};
 }
 
-Node* PrefixTree::last_before(const Walk& walk, std::size_t keys) const {
+PrefixTree::Step* PrefixTree::last_before(const Walk& walk, std::size_t keys) const {
   for (auto step = walk.steps.rbegin(); step != walk.steps.rend(); ++step) {
     if (step->start < keys) {
-      return step->node;
+      return &*step;
     }
   }
   return nullptr;
@@ -140,7 +148,8 @@ Match PrefixTree::match(const Namespace& space, const Tokens& tokens, const Matc
   if (options.touch) {
     touch(walk);
   }
-  if (Node* node = last_before(walk, readable)) {
+  if (const Step* last = last_before(walk, readable)) {
+    Node* node = last->node;
     result.node = node->id();
     if (options.pin) {
       ++node->pins;

@@ -81,42 +81,4 @@ void NodeTable::grow() {
   }
 }
 
-std::int64_t UseList::count(const Node* node) const {
-  return static_cast<std::int64_t>(node->pages[at(tier_)].size());
-}
-
-void UseList::link_after(Node* older, Node* node) {
-  Node::Link& link = node->links[at(tier_)];
-  Node* newer = older == nullptr ? oldest_ : older->links[at(tier_)].newer;
-  link.older = older;
-  link.newer = newer;
-  (older == nullptr ? oldest_ : older->links[at(tier_)].newer) = node;
-  (newer == nullptr ? newest_ : newer->links[at(tier_)].older) = node;
-}
-
-void UseList::unlink(Node* node) {
-  Node::Link& link = node->links[at(tier_)];
-  (link.older == nullptr ? oldest_ : link.older->links[at(tier_)].newer) = link.newer;
-  (link.newer == nullptr ? newest_ : link.newer->links[at(tier_)].older) = link.older;
-}
-
-void UseList::insert_after(Node* older, Node* node) {
-  link_after(older, node);
-  node->links[at(tier_)].in = true;
-  pages_ += count(node);
-}
-
-void UseList::remove(Node* node) {
-  unlink(node);
-  node->links[at(tier_)] = {};
-  pages_ -= count(node);
-}
-
-void UseList::touch(Node* node) {
-  if (node->links[at(tier_)].in && newest_ != node) {
-    unlink(node);
-    link_after(newest_, node);
-  }
-}
-
 }  // namespace kvferry

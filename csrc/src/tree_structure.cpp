@@ -38,6 +38,9 @@ Node* PrefixTree::cut(Node* node, std::size_t page) {
   const std::size_t tokens = page * shape_.page_size;
   Node* front = store_.create();
   Node* parent = node->parent;
+  for (Tier tier : kBothTiers) {
+    withdraw(node, tier);
+  }
   disown(node);
   table_.remove(node);
   front->lookahead = node->lookahead;
@@ -54,6 +57,7 @@ Node* PrefixTree::cut(Node* node, std::size_t page) {
   front->chain_end = front->chains.back();
   front->state = node->state;
   front->holds = node->holds;
+  front->use = node->use;
   front->ticket = node->ticket;
   node->length -= tokens;
   node->key = node->chains.front();
@@ -65,10 +69,12 @@ Node* PrefixTree::cut(Node* node, std::size_t page) {
     tickets_.at(node->ticket).nodes.push_back(front);
   }
   for (Tier tier : kBothTiers) {
-    if (node->links[at(tier)].in) {
-      lists_[at(tier)].shrink(static_cast<std::int64_t>(page));
-      lists_[at(tier)].insert_after(node, front);
-    }
+    Node::Standing& standing = front->standing[at(tier)];
+    standing = node->standing[at(tier)];
+    standing.offered = false;
+    standing.counted = 0;
+    settle(node, tier);
+    settle(front, tier);
   }
   return front;
 }
@@ -136,22 +142,22 @@ void PrefixTree::give(Node* node, Tier tier, std::span<const std::int64_t> pages
     used_[at(tier)][static_cast<std::size_t>(page)] = 1;
   }
   held_pages_[at(tier)] += static_cast<std::int64_t>(pages.size());
-  if (node->parent != nullptr) {
-    ++node->parent->children_with[at(tier)];
-  }
+  ++node->parent->children_with[at(tier)];
+  settle(node->parent, tier);
+  policies_[at(tier)]->entered(node);
 }
 
 std::vector<std::int64_t> PrefixTree::take(Node* node, Tier tier) {
-  if (node->links[at(tier)].in) {
-    lists_[at(tier)].remove(node);
-  }
-  --node->parent->children_with[at(tier)];
+  withdraw(node, tier);
   std::vector<std::int64_t> pages;
   pages.swap(node->pages[at(tier)]);
   for (std::int64_t page : pages) {
     used_[at(tier)][static_cast<std::size_t>(page)] = 0;
   }
   held_pages_[at(tier)] -= static_cast<std::int64_t>(pages.size());
+  settle(node, tier);
+  --node->parent->children_with[at(tier)];
+  settle(node->parent, tier);
   return pages;
 }
 

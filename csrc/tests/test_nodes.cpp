@@ -80,37 +80,3 @@ TEST_CASE("the table keeps equal hashes side by side and finds all of them after
   }
   CHECK(table.size() == nodes.size() / 5 * 4);
 }
-
-TEST_CASE("a use list counts its pages and keeps its order while nodes come and go") {
-  std::vector<Node> nodes(4);
-  for (Node& node : nodes) {
-    node.pages[at(Tier::l1)] = {1, 2, 3};
-    node.chains = {0, 0, 0};
-  }
-  UseList list(Tier::l1);
-  for (Node& node : nodes) {
-    list.add(&node);
-  }
-  const auto order = [&] {
-    std::vector<std::ptrdiff_t> numbers;
-    for (const Node* node = list.oldest(); node != nullptr; node = node->links[at(Tier::l1)].newer) {
-      numbers.push_back(node - nodes.data());
-    }
-    return numbers;
-  };
-  CHECK(order() == std::vector<std::ptrdiff_t>{0, 1, 2, 3});
-  CHECK(list.pages() == 12);
-  list.touch(&nodes[1]);
-  list.touch(&nodes[1]);
-  CHECK(order() == std::vector<std::ptrdiff_t>{0, 2, 3, 1});
-  list.remove(&nodes[1]);
-  list.remove(&nodes[0]);
-  CHECK(order() == std::vector<std::ptrdiff_t>{2, 3});
-  list.insert_after(nullptr, &nodes[0]);
-  list.insert_after(&nodes[2], &nodes[1]);
-  CHECK(order() == std::vector<std::ptrdiff_t>{0, 2, 1, 3});
-  CHECK(list.pages() == 12);
-  Node outside;
-  list.touch(&outside);  // a held node is in no list: nothing happens
-  CHECK(order().size() == 4);
-}

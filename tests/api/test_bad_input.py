@@ -292,7 +292,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster,
 async def test_tokens(guarded: tuple[Cluster, str]) -> None:
     """Every route that changes state wants the token: 401 without, 403 with a wrong one, served with it."""
     nodes, token = guarded
-    changing = (*PEER_ROUTES, *REQUEST_ROUTES, ("POST", "/abort/1"))
+    changing = (*PEER_ROUTES, *REQUEST_ROUTES, ("POST", "/abort/1"), ("POST", "/cache/flush"))
     document = nodes.prefill[0].get("/openapi.json")
     listed = {
         (method.upper(), path)

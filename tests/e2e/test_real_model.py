@@ -39,7 +39,16 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One decode node, and a prefill node for each mode and chunk size, behind no router."""
     flags = ["--model.name", "smollm2", "--model.threads", str(THREADS), "--trace", "true"]
     # these prompts begin alike, and whole transfers are what is compared here
-    flags += ["--transfer.digests", "full", "--cache.pages", "64", "--cache.slots", "32", "--cache.reuse", "off"]
+    flags += [
+        "--transfer.digests",
+        "full",
+        "--cache.pages",
+        "64",
+        "--cache.slots",
+        "32",
+        "--cache.reuse",
+        "off",
+    ]
     folder = tmp_path_factory.mktemp("nodes")
     with cluster(folder, flags=flags, prefill_flags=_prefill_flags(), router=False) as running:
         yield running

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from app.core.prefix_tree import Draft, Namespace, PrefixTree
+from app.core.prefix_tree import POLICIES, Draft, Namespace, Policy, PrefixTree
 from app.errors import BadInput, PageMismatch
 from tests.native.tree_model import HOLDS_L2, Foreign, Hold, Key, TreeModel
 
@@ -40,11 +40,23 @@ def keys_of(name: str, tokens: list[int]) -> Key:
 
 class TreeMachine(RuleBasedStateMachine):
     """Few tokens and short pages, so that prompts share, diverge and end anywhere; few hash bits in half of
-    the runs, so that pages collide."""
+    the runs, so that pages collide. The policies decide in which order pages go, never which may."""
 
-    @initialize(hash_bits=st.sampled_from([64, 2, 0]))
-    def start(self, hash_bits: int) -> None:
-        self.tree = PrefixTree(page_size=PAGE, l1_pages=POOL, l2_pages=POOL, lanes=LANES, hash_bits=hash_bits)
+    @initialize(
+        hash_bits=st.sampled_from([64, 2, 0]),
+        l1_policy=st.sampled_from(POLICIES),
+        l2_policy=st.sampled_from(POLICIES),
+    )
+    def start(self, hash_bits: int, l1_policy: Policy, l2_policy: Policy) -> None:
+        self.tree = PrefixTree(
+            page_size=PAGE,
+            l1_pages=POOL,
+            l2_pages=POOL,
+            lanes=LANES,
+            hash_bits=hash_bits,
+            policy=l1_policy,
+            l2_policy=l2_policy,
+        )
         self.models = {name: TreeModel(PAGE) for name in SPACES}
         self.free = {1: list(range(POOL)), 2: list(range(POOL))}
         self.pins: list[tuple[str, int, Hold]] = []
@@ -270,7 +282,7 @@ class TreeMachine(RuleBasedStateMachine):
         with pytest.raises(BadInput):
             self.tree.acknowledge(ticket)
 
-    @rule(tier=st.sampled_from([1, 2]), count=st.integers(0, 12))
+    @rule(tier=st.sampled_from([1, 2]), count=st.integers(0, 3) | st.integers(0, 12))
     def evict(self, tier: int, count: int) -> None:
         may_go = set[int]().union(*(model.evictable(tier) for model in self.models.values()))
         gone = self.tree.evict(tier, count).tolist()  # type: ignore[arg-type]

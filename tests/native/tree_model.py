@@ -1,7 +1,7 @@
 """A slow model of the prefix tree: one entry for each page of each prefix, and no nodes at all.
 
 A page's entry is found by everything up to its end, so splits, hashes and lists by last use cannot show in
-it. What the tree decides by last use (which pages go) is checked against rules instead.
+it. Which pages go is checked against rules, and under `lru` against the last use of each page (test_lru_order).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Entry:
     l1: int | None = None
     l2: int | None = None
     ticket: int = 0
+    last: int = 0
+    """The operation that used it last."""
 
 
 @dataclass(eq=False)
@@ -101,6 +103,18 @@ class TreeModel:
     def evictable(self, tier: int) -> set[int]:
         pages = {(e.l1 if tier == 1 else e.l2) for k, e in self.entries.items() if not self.is_held(k)}
         return {page for page in pages if page is not None}
+
+    def use(self, keys: Key, tokens: int, now: int) -> None:
+        """The path of a prompt is used, up to the page in which its first `tokens` end."""
+        for key in self.path(keys):
+            if (len(key) - 1) // self.page * self.page < tokens:
+                self.entries[key].last = now
+
+    def leaves(self, tier: int, gone: set[Key]) -> list[Key]:
+        """What may go next, after `gone`: not held, and nothing in the tier hangs below it."""
+        there = {k for k, e in self.entries.items() if (e.l1 if tier == 1 else e.l2) is not None} - gone
+        parents = {self.parent(key) for key in there}
+        return [key for key in there - parents if not self.is_held(key)]
 
     def pages_of(self, tier: int) -> set[int]:
         pages = {(e.l1 if tier == 1 else e.l2) for e in self.entries.values()}

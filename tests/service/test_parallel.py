@@ -59,7 +59,7 @@ async def test_the_ranks_hold_one_copy(cluster: Cluster, ranks: int) -> None:
     legs = await cluster.serve(prompt)
     await cluster.free()
     context = cluster.prefill.context
-    lease = context.cache.find(context.space, prompt, most=len(prompt))
+    lease = context.cache.find(context.space(), prompt, most=len(prompt))
     assert len(lease.prefix) == 16
     assert (
         np.bincount(lease.prefix // context.cache.lanes.pages, minlength=ranks).tolist()

@@ -1,7 +1,8 @@
-"""A cache over both tiers whose forward is a pattern of bytes: what is loaded can be compared with what was computed."""
+"""A cache over both tiers, and a forward whose bytes are known: what comes back can be compared with it."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -200,6 +201,16 @@ def key_of(of: Request, position: int) -> tuple[int, ...]:
 
 def pattern(key: tuple[int, ...], name: str, layer: int, length: int) -> np.ndarray:
     return np.random.default_rng(abs(hash((key, name, layer)))).integers(0, 256, length, dtype=np.uint8)
+
+
+def held(gate: threading.Event) -> Callable[[LayerCopy], CopyFault | None]:
+    """Every copy waits until the gate is open, then it is good."""
+
+    def fault(copy: LayerCopy) -> CopyFault | None:
+        assert gate.wait(WAIT_S)
+        return None
+
+    return fault
 
 
 @contextmanager

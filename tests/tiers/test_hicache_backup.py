@@ -50,7 +50,7 @@ def broken(layer: int, **how: float) -> object:
 @pytest.mark.contract(42)
 @pytest.mark.contract(75)
 def test_a_backup_is_visible_after_the_drafts_acknowledgement() -> None:
-    """Pages of L2 and a pending node stand before the forward; the target's copies alone make no hit; the draft's do."""
+    """Pages of L2 and a pending node stand before the forward; the target's copies alone make no hit."""
     with cache_rig() as rig:
         gate = threading.Event()
         rig.fault = held_at("draft", 4, gate)  # type: ignore[assignment]
@@ -165,7 +165,7 @@ def test_ten_prompts_of_a_batch_make_one_copy_a_layer_and_source() -> None:
 @pytest.mark.contract(41)
 @pytest.mark.contract(44)
 def test_a_reservation_that_is_given_up_leaves_the_others_intact() -> None:
-    """One of two prompts ends in the middle of the batch: its pages are copied no more and come back, the other's stay."""
+    """One of two prompts ends within the batch: its pages are copied no more and come back, the other's stay."""
     with cache_rig() as rig:
         one, two = begun(rig, 16), begun(rig, 8, salt=1)
         batch = rig.cache.chunk([(one.reservation, 0, 4), (two.reservation, 0, 2)])  # type: ignore[list-item]
@@ -212,15 +212,31 @@ def test_a_node_that_is_split_while_it_is_backed_up_is_published_whole() -> None
         assert not len(rig.cache.tree.evict(1, 16))
         gate.set()
         rig.settle()
-        assert len(freed := rig.cache.tree.evict(1, 16)) == 6
-        rig.cache.lanes.release(freed)
+        rig.leave_l1()
+        assert rig.cache.free_pages == 16
         assert rig.cache.tree.match(PLAIN, np.array(tokens(24))).l2_tokens == 24
+
+
+@pytest.mark.case("C11")
+def test_what_was_computed_on_a_missing_prefix_is_no_hit() -> None:
+    """All layers were copied, and then the prefix turns out not to have arrived: the backup rolls back."""
+    with cache_rig() as rig:
+        of = begun(rig, 16)
+        gate = threading.Event()
+        rig.fault = held_at("draft", 4, gate)  # type: ignore[assignment]
+        rig.forward([of])
+        assert of.reservation is not None and of.reservation.complete
+        of.reservation.doubt = lambda: TransferFailed("the prefix is not there")
+        gate.set()
+        rig.settle()
+        assert (rig.cache.backups.counters.rolled_back, rig.cache.host.lanes.free_pages) == (1, 24)
+        rig.cache.end(of.lease)
 
 
 @pytest.mark.case("A7")
 @pytest.mark.contract(41)
 def test_pages_come_back_when_the_backup_that_reads_them_is_quiet() -> None:
-    """A request is preempted while the backup of its pages waits: nobody gets them before it ran, and L2 has nothing."""
+    """A request is preempted while the backup of its pages waits: nobody gets them before it ran."""
     with cache_rig(l1_pages=6) as rig:
         gate, freed = threading.Event(), []
         rig.cache.freed = lambda: freed.append(rig.cache.free_pages)
@@ -281,6 +297,22 @@ def test_a_lost_copy_is_given_up_at_the_callers_deadline() -> None:
         rig.cache.check_integrity()
 
 
+def test_words_that_come_after_giving_up_are_ignored() -> None:
+    """A copy is given up, then it is heard of, then its request ends: its pages come back at once, and once."""
+    with cache_rig() as rig:
+        gate = threading.Event()
+        rig.fault = held_at("target", 0, gate)  # type: ignore[assignment]
+        of = begun(rig, 16)
+        rig.cache.chunk([(of.reservation, 0, 4)]).layer_end("target", 0)  # type: ignore[list-item]
+        rig.now[0] += 61
+        assert rig.cache.give_up(60) == 1
+        gate.set()
+        rig.settle()
+        assert not of.lease.busy
+        rig.cache.end(of.lease)
+        assert (rig.cache.free_pages, rig.cache.host.lanes.free_pages) == (16, 24)
+
+
 @pytest.mark.contract(39)
 def test_what_no_layer_end_brought_is_copied_with_a_warning() -> None:
     """At the end of a forward the missing layers are copied at once, said so each time; a complete one says nothing."""
@@ -297,6 +329,8 @@ def test_what_no_layer_end_brought_is_copied_with_a_warning() -> None:
         with structlog.testing.capture_logs() as logs:
             rig.finish(of)
             rig.cache.finish(of.reservation)
+        late = rig.cache.chunk([(of.reservation, 0, 4)])
+        late.layer_end("target", 0)  # everything was sent: it comes too late
         assert [entry["log_level"] for entry in logs] == ["warning"]
         assert rig.cache.backups.counters.fallbacks == 1
         rig.cache.end(of.lease)
@@ -312,7 +346,7 @@ def test_what_no_layer_end_brought_is_copied_with_a_warning() -> None:
 @pytest.mark.case("D10")
 @pytest.mark.contract(32)
 def test_host_pages_are_reserved_on_all_ranks_or_on_none() -> None:
-    """One rank's L2 is full: nothing is taken on the other, the backup is left out and counted, the prompt is served."""
+    """One rank's L2 is full: nothing is taken on the other, the backup is left out, the prompt is served."""
     with cache_rig(ranks=2, l1_pages=8, l2_pages=2) as rig:
         blocker = begun(rig, 8)  # a page on each rank
         before = [rig.cache.host.lanes.free_in(rank) for rank in (0, 1)]

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from app.core.prefix_tree import Residency
-from app.errors import Corruption, IntegrityError, TransferFailed
+from app.errors import Corruption, DeadlineExceeded, IntegrityError, TransferFailed
 from app.tiers.copy_faults import CopyFault
 from app.tiers.descriptors import LayerCopy
-from tests.tiers.cache_rig import PAGE, PAIRS, PLAIN, CacheRig, cache_rig, tokens
+from app.tiers.leases import Lease
+from app.tiers.paths import nodes_to
+from tests.tiers.cache_rig import PAGE, PAIRS, PLAIN, CacheRig, cache_rig, held, tokens
 from tests.tiers.rig import WAIT_S, Gate
 
 
@@ -23,6 +25,12 @@ def in_l2(rig: CacheRig, count: int, salt: int = 0, space: object = PLAIN) -> li
     rig.leave_l1()
     rig.copies.clear()
     return prompt
+
+
+def read_all(rig: CacheRig, lease: Lease) -> None:
+    """As a forward does."""
+    for layer in rig.loads.copier.geometry.layers:
+        lease.wait(layer)
 
 
 def loads(fault: CopyFault, *layers: int) -> object:
@@ -53,6 +61,8 @@ def test_a_layer_is_waited_for_alone() -> None:
         assert not reader.done() and not lease.loaded and lease.failed is None
         gate.set()
         reader.result(WAIT_S)
+        lease.confirm(WAIT_S)
+        assert lease.loaded
         pool, page = rig.tiers.l1[0], int(lease.prefix[0])
         for name in ("target.kv", "target.index", "draft.kv"):
             buffer = pool.buffers[name]
@@ -74,7 +84,7 @@ def test_host_pages_are_held_until_the_load_is_acknowledged() -> None:
         assert other is not None
         assert (rig.cache.free_pages, rig.cache.host.lanes.free_pages) == (0, 0)
         gate = threading.Event()
-        rig.fault = lambda copy: None if gate.wait(WAIT_S) else None
+        rig.fault = held(gate)
         lease = rig.find(prompt)
         assert (len(lease.prefix), lease.l2_tokens) == (8, 32)
         rig.cache.end(lease)
@@ -114,7 +124,7 @@ def test_a_load_goes_back_to_the_owners_of_its_pages(ranks: int) -> None:
     with cache_rig(ranks=ranks) as rig:
         rig.serve(tokens(20))
         prompt = in_l2(rig, 36)
-        path = rig.cache.tree.nodes(rig.cache.tree.match(PLAIN, np.array(prompt)).node)
+        path = nodes_to(rig.cache.tree, rig.cache.tree.match(PLAIN, np.array(prompt)).node)
         owners = np.concatenate([info.owners for info in path])
         assert len(path) == 2
         lease = rig.find(prompt)
@@ -159,20 +169,23 @@ def test_a_prefix_that_does_not_arrive_is_never_used(layer: int) -> None:
     with cache_rig() as rig:
         prompt = in_l2(rig, 16)
         rig.fault = loads(CopyFault(error=TransferFailed("torn")), layer)  # type: ignore[assignment]
-        of = rig.begin(prompt)
-        assert of is not None
+        longer = [*prompt, *tokens(8, 1)]
+        of = rig.begin(longer)
+        assert of is not None and of.reservation is not None
         with pytest.raises(TransferFailed, match="torn"):
-            for each in rig.loads.copier.geometry.layers:
-                of.lease.wait(each)
+            read_all(rig, of.lease)
+        with pytest.raises(TransferFailed, match="torn"):
+            of.lease.confirm(WAIT_S)
         rig.settle()
         assert isinstance(of.lease.failed, TransferFailed) and not of.lease.loaded
-        rig.cache.keep(of.lease, prompt, of.table)
+        rig.cache.keep(of.lease, longer, of.table)
         joined = rig.find(prompt)
         assert not len(joined.prefix)  # nobody joins a load that failed
         rig.cache.end(joined)
-        assert rig.cache.free_pages == 16 - 5
+        assert rig.cache.free_pages == 16 - 7
         rig.cache.end(of.lease)
         assert rig.cache.free_pages == 16
+        assert rig.cache.tree.match(PLAIN, np.array(longer)).known_tokens == 16
         rig.fault = lambda copy: None
         again = rig.find(prompt)
         rig.settle()
@@ -203,16 +216,16 @@ def test_a_lost_load_is_given_up_at_the_callers_deadline() -> None:
         prompt = in_l2(rig, 16)
         rig.fault = loads(CopyFault(lost=True), 2)  # type: ignore[assignment]
         lease = rig.find(prompt)
-        with pytest.raises(Exception, match="layer 2 was not loaded within"):
-            for layer in (0, 1, 2):
-                lease.wait(layer)
-        rig.cache.end(lease)
+        with pytest.raises(DeadlineExceeded, match="layer 2 was not loaded within"):
+            read_all(rig, lease)
         rig.loads.close()
         rig.now[0] += 61
         assert rig.cache.give_up(60) == 1
-        assert rig.cache.free_pages == 16
         rig.loop.run()
         rig.cache.check_integrity()
+        assert rig.cache.free_pages == 12
+        rig.cache.end(lease)
+        assert rig.cache.free_pages == 16
 
 
 @pytest.mark.case("C13")
@@ -276,14 +289,13 @@ def test_a_prompt_joins_the_load_of_another() -> None:
     """Two requests for one prefix: it is loaded once, both wait for it, and it stays when the first one ends."""
     with cache_rig() as rig:
         prompt, gate = in_l2(rig, 16), threading.Event()
-        rig.fault = lambda copy: None if gate.wait(WAIT_S) else None
+        rig.fault = held(gate)
         one, two = rig.find(prompt), rig.find(prompt)
         assert one.prefix.tolist() == two.prefix.tolist()
         assert not two.loaded
         rig.cache.end(one)
         gate.set()
-        for layer in rig.loads.copier.geometry.layers:
-            two.wait(layer)
+        read_all(rig, two)
         rig.require_bytes(prompt, PLAIN, two.prefix)
         rig.cache.end(two)
         assert (rig.cache.loads.counters.loads, rig.cache.l2_hit_tokens, rig.cache.hit_tokens) == (1, 16, 16)
@@ -330,7 +342,7 @@ def test_a_load_waits_for_the_last_reader_of_its_pages() -> None:
 @pytest.mark.contract(51)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_draft_pages_come_back_with_their_target(ranks: int) -> None:
-    """Evicted and loaded again, draft pages are byte-equal too: one number, one owner and one fate with their target."""
+    """Evicted and loaded again, draft pages are byte-equal too: they share number, owner and fate with their target."""
     with cache_rig(ranks=ranks) as rig:
         prompt = in_l2(rig, 32, space=PAIRS)
         lease = rig.find(prompt, PAIRS)
@@ -347,7 +359,7 @@ def test_a_node_without_its_draft_is_no_hit() -> None:
     with cache_rig(ranks=2) as rig:
         rig.serve(tokens(16))
         prompt = in_l2(rig, 32)
-        path = rig.cache.tree.nodes(rig.cache.tree.match(PLAIN, np.array(prompt)).node)
+        path = nodes_to(rig.cache.tree, rig.cache.tree.match(PLAIN, np.array(prompt)).node)
         host, last = rig.cache.host, path[1]
         host.spoil(last.l2_pages.tolist())
         host.written(last.l2_pages, "target")
@@ -371,7 +383,7 @@ def test_a_flush_says_what_stays() -> None:
         rig.serve(tokens(16))
         rig.serve(tokens(8, salt=2))
         gate = threading.Event()
-        rig.fault = lambda copy: None if gate.wait(WAIT_S) else None
+        rig.fault = held(gate)
         lease = rig.find([*tokens(16), 5])
         rig.cache.end(rig.find(loading))
         done = rig.cache.flush()
@@ -393,8 +405,8 @@ def test_a_namespace_is_forgotten_alone() -> None:
         rig.serve(tokens(16), PAIRS)
         rig.serve(tokens(16))
         assert rig.cache.purge(PAIRS).l1_pages == 3
-        assert not len((lost := rig.find(tokens(16), PAIRS)).prefix)
-        assert len((kept := rig.find(tokens(17))).prefix) == 4
+        lost, kept = rig.find(tokens(16), PAIRS), rig.find(tokens(17))
+        assert (len(lost.prefix), len(kept.prefix)) == (0, 4)
         rig.cache.end(lost)
         rig.cache.end(kept)
         assert rig.cache.host.lanes.free_pages == 20
@@ -409,8 +421,7 @@ def test_a_page_that_changed_in_l2_is_found_out() -> None:
         rig.tiers.l2[0].layer("draft.index", 4)[page, 5] ^= 1
         lease = rig.find(prompt)
         with pytest.raises(Corruption, match=f"page {page} of L2 has changed") as raised:
-            for layer in rig.loads.copier.geometry.layers:
-                lease.wait(layer)
+            read_all(rig, lease)
         assert raised.value.layer == 4
         rig.settle()
         rig.cache.end(lease)
@@ -456,13 +467,13 @@ def test_a_valid_tail_is_backed_up_and_loaded_as_a_page() -> None:
         rig.cache.end(lease)
         rig.leave_l1()
         floored = rig.find([*tokens(6), 9])
-        assert (len(floored.prefix), len(rig.cache.tree.nodes(floored.node))) == (1, 1)
+        assert (len(floored.prefix), len(nodes_to(rig.cache.tree, floored.node))) == (1, 1)
         rig.settle()
         rig.cache.end(floored)
 
 
 def test_a_prompt_computed_on_other_ranks_keeps_what_fits() -> None:
-    """The prefix is in L2 on other owners and was not loaded: keeping goes up to it, and every page is accounted for."""
+    """The prefix is in L2 on other owners and was not loaded: keeping goes up to it, and no page is lost."""
     with cache_rig(ranks=2, l1_pages=4, l2_pages=16) as rig:
         rig.serve(tokens(8, salt=3))
         prompt = in_l2(rig, 16)
@@ -480,7 +491,7 @@ def test_the_report_counts_by_tier() -> None:
     """Occupancy resident and in flight, hits by tier, pins by age, fragmentation."""
     with cache_rig() as rig:
         prompt, gate = in_l2(rig, 16), threading.Event()
-        rig.fault = lambda copy: None if gate.wait(WAIT_S) else None
+        rig.fault = held(gate)
         lease = rig.find(prompt)
         of = rig.begin(tokens(8, salt=4))
         assert of is not None
@@ -501,7 +512,7 @@ def test_a_loading_node_is_not_readable_in_l1() -> None:
     """Until the acknowledgement a loaded node counts for L2 alone."""
     with cache_rig() as rig:
         prompt, gate = in_l2(rig, 16), threading.Event()
-        rig.fault = lambda copy: None if gate.wait(WAIT_S) else None
+        rig.fault = held(gate)
         lease = rig.find(prompt)
         assert rig.cache.tree.node(lease.node).state == Residency.LOADING
         assert rig.cache.tree.match(PLAIN, np.array(prompt)).l1_tokens == 0

@@ -160,6 +160,24 @@ def test_a_lane_in_deficit_is_served_by_its_own_pages() -> None:
     l1.check_integrity()
 
 
+@pytest.mark.contract(82)
+def test_an_eviction_restores_the_free_room() -> None:
+    """Three pages are missing: five go, so that a quarter of the lane is free; a task behind does alike."""
+    l1 = cache(pages=8, free_room=0.25)
+    for salt in range(4):
+        l1.end(serve(l1, tokens(8, salt)))
+    assert l1.free_pages == 0
+    fresh = l1.allocate(3)
+    assert fresh is not None
+    assert (l1.evicted_pages, l1.free_pages) == (5, 2)
+    last = l1.allocate(2)
+    assert last is not None
+    assert (l1.evict_to_target(), l1.evict_to_target()) == (2, 0)
+    l1.release(np.concatenate([fresh, last]))
+    with pytest.raises(BadInput, match="free room is a part of 0 to 1 of a lane, not 1"):
+        cache(free_room=1.0)
+
+
 def test_off_keeps_nothing() -> None:
     """Without reuse nothing is looked up, and nothing stays."""
     l1 = cache(reuse=False)

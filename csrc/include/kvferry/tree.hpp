@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "kvferry/hash.hpp"
+#include "kvferry/policy.hpp"
+#include "kvferry/reuse.hpp"
 #include "kvferry/tree_node.hpp"
 
 namespace kvferry {
@@ -28,12 +30,13 @@ struct TreeShape {
   std::int64_t l2_pages = 0;
   int lanes = 1;       // owners are 0 .. lanes-1
   int hash_bits = 64;  // fewer make page hashes collide: for tests
+  std::array<std::string, kTiers> policies = {"lhd", "lhd"};  // of kPolicies
 };
 
 struct MatchOptions {
   bool floor = false;  // whole pages only: for a new scheduling decision
   Draft draft = Draft::none;
-  bool touch = true;  // counts as a use
+  bool touch = true;  // counts as a use, and cuts the node inside which it ends
   bool pin = false;   // pins `node`
 };
 
@@ -149,7 +152,7 @@ class PrefixTree {
   std::uint64_t key_of(std::uint64_t before, const Tokens& tokens, std::size_t at, std::size_t count) const;
   Node* find_child(Node* parent, const Tokens& tokens, std::size_t at, std::size_t keys) const;
   Walk walk(const Namespace& space, const Tokens& tokens) const;
-  Node* last_before(const Walk& walk, std::size_t keys) const;
+  Step* last_before(const Walk& walk, std::size_t keys) const;
 
   // insert, in tree_insert.cpp
   struct Plan;
@@ -159,10 +162,11 @@ class PrefixTree {
   Node* holder_at(const Node* parent, const Tokens& tokens, std::size_t at, std::size_t keys,
                   std::int64_t page) const;
   Node* parent_at_grid(const Walk& walk, const Namespace& space);
-  Node* hang(Node* parent, std::vector<std::int32_t>&& run, std::span<const std::int8_t> owners);
+  Node* hang(Node* parent, std::vector<std::int32_t>&& run, std::span<const std::int8_t> owners,
+             std::size_t first_page);
   void write(Node* node, std::uint64_t before, std::vector<std::int32_t>&& run) const;
   Node* grow(Node* node, std::span<const std::int64_t> pages, std::span<const std::int8_t> owners,
-             std::vector<std::int32_t>&& run, Inserted& result);
+             std::vector<std::int32_t>&& run, std::size_t first_page, Inserted& result);
 
   Node* require(std::int64_t id) const;
   void require_pages(Tier tier, std::span<const std::int64_t> pages, std::size_t wanted) const;
@@ -172,10 +176,18 @@ class PrefixTree {
 
   void give(Node* node, Tier tier, std::span<const std::int64_t> pages);
   std::vector<std::int64_t> take(Node* node, Tier tier);
-  void settle(Node* node);  // in the use lists if and only if it may be evicted
+  void settle(Node* node);  // offered to the policies if and only if it may go, and nothing below it has to first
+  void settle(Node* node, Tier tier);
+  void withdraw(Node* node, Tier tier);  // before its pages change; settle() afterwards
   void hold(Node* node);
   void release(Node* node);
-  void touch(const Walk& walk);
+  void touch(const Walk& walk);  // one use of every page that the walk found
+  template <typename Visit>
+  void remember(const Node* node, std::size_t first_page, std::size_t pages, Visit&& visit);
+  void cut_behind(Step& step, std::size_t keys);
+  void tick();
+  void refresh(Node* node);                         // used as part of an insert: newer, but not once more
+  void arrive(Node* node, std::size_t first_page);  // its pages are new, or come back
   Node* cut(Node* node, std::size_t page);
   void adopt(Node* child, Node* parent);
   void disown(Node* child);
@@ -194,7 +206,10 @@ class PrefixTree {
   std::uint64_t hash_mask_;
   NodeStore store_;
   NodeTable table_;
-  std::array<UseList, kTiers> lists_{UseList(Tier::l1), UseList(Tier::l2)};
+  Clock clock_;
+  std::unique_ptr<ReuseHistory> history_;  // null: neither policy learns
+  std::array<std::unique_ptr<Policy>, kTiers> policies_;
+  std::array<std::int64_t, kTiers> evictable_pages_{};
   std::array<std::vector<std::uint8_t>, kTiers> used_;  // 1 for each page that the tree holds
   std::array<std::int64_t, kTiers> held_pages_{};
   std::unordered_map<std::string, Node*> tops_;

@@ -1,4 +1,4 @@
-// The parts that a prefix tree is made of: nodes, the table that finds them, lists by last use.
+// The parts that a prefix tree is made of: nodes, and the table that finds them.
 #pragma once
 
 #include <array>
@@ -42,12 +42,25 @@ struct Node {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> tails;
   std::array<std::uint32_t, kTiers> children_with{};  // children that hold pages of the tier
 
-  struct Link {
-    Node* older = nullptr;
-    Node* newer = nullptr;
-    bool in = false;
+  // The same for all of its pages: a use that ends inside a node cuts it.
+  struct Use {
+    std::uint64_t last = 0;  // the tree's clock
+    std::uint32_t uses = 0;  // after the one that brought it
   };
-  std::array<Link, kTiers> links;
+  Use use;
+
+  // Of the eviction policy of each tier.
+  struct Standing {
+    std::uint64_t order = 0;  // its place while it is offered
+    std::uint64_t since = 0;
+    std::int64_t pages = 0;
+    std::int64_t counted = 0;  // pages that could go now, or as soon as those below are gone
+    std::uint32_t seen = 0;
+    std::uint8_t group = 0;
+    std::uint8_t queue = 0;
+    bool offered = false;
+  };
+  std::array<Standing, kTiers> standing;
 
   std::int64_t ticket = 0;    // the copy in flight that writes this node, 0 for none
   std::uint32_t holds = 0;    // pins and copies in flight of this node and of every node below it
@@ -98,30 +111,6 @@ class NodeTable {
 
   std::vector<Node*> buckets_;
   std::size_t size_ = 0;
-};
-
-// The nodes of one tier that may be evicted, least recently used first. A parent is always newer than its
-// children, so that taking from the old end takes children before parents.
-class UseList {
- public:
-  explicit UseList(Tier tier) : tier_(tier) {}
-  void add(Node* node) { insert_after(newest_, node); }
-  void insert_after(Node* older, Node* node);
-  void remove(Node* node);
-  void touch(Node* node);
-  void shrink(std::int64_t pages) { pages_ -= pages; }  // a listed node gave up pages
-  Node* oldest() const { return oldest_; }
-  std::int64_t pages() const { return pages_; }
-
- private:
-  std::int64_t count(const Node* node) const;
-  void unlink(Node* node);
-  void link_after(Node* older, Node* node);
-
-  Tier tier_;
-  Node* oldest_ = nullptr;
-  Node* newest_ = nullptr;
-  std::int64_t pages_ = 0;
 };
 
 }  // namespace kvferry

@@ -1,0 +1,192 @@
+"""Prefixes over both tiers in the life of requests: computed once, backed up, evicted, loaded, and the same output."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from app.errors import ClientGone, Corruption
+from tests.support.harness import PAGE, Cluster, eventually, prompt_of
+
+CHUNK = 4 * PAGE
+
+
+def sides(
+    kind: str = "l2", model: str = "toy-dsa", ranks: int = 1, pages: int = 64, **hicache: Any
+) -> tuple[Any, Any]:
+    """Both nodes with caches off, with L1, or with both tiers; `pages` of L1 over all ranks."""
+    tier = {"host_ratio": 4.0, "checks": "full", **hicache} if kind == "l2" else {}
+    common = {
+        "model": {"name": model},
+        "cache": {"reuse": "off" if kind == "off" else "page", "pages": pages},
+        "hicache": tier,
+        "prefill": {"chunk_tokens": CHUNK, "max_input_tokens": min(pages, 48) * PAGE},
+    }
+    cp = {"size": ranks, "shared_kv": True} if ranks > 1 else {}
+    cache = {**common["cache"], "pages": pages // ranks}
+    return {**common, "cache": cache, "cp": cp}, common
+
+
+def conversations(seed: int, count: int = 4, turns: int = 3) -> list[list[int]]:
+    """Prompts of several turns that interleave; two of the conversations share a system prompt."""
+    shared = prompt_of(5 * PAGE + 3, salt=99)
+    texts = [[*shared, *prompt_of(20, salt=n)] if n % 2 else prompt_of(60, salt=n) for n in range(count)]
+    order: list[list[int]] = []
+    draws = random.Random(seed)
+    for turn in range(turns):
+        for n in draws.sample(range(count), count):
+            order.append(list(texts[n]))
+            texts[n] += prompt_of(25 + 11 * n, salt=100 * turn + n)
+    return order
+
+
+async def settled(cluster: Cluster) -> None:
+    """Return when no copy is under way on any node."""
+    for node in cluster.nodes:
+        hicache = node.context.tiers.hicache
+        if hicache is not None:
+            await eventually(lambda hicache=hicache: not hicache.holds())  # type: ignore[misc]
+
+
+async def all_out(cluster: Cluster) -> None:
+    """Evict what nobody holds from L1, so that the next hit comes from L2."""
+    await settled(cluster)
+    for node in cluster.nodes:
+        cache = node.context.cache
+        cache.lanes.release(cache.tree.evict(1, cache.pages))
+
+
+@pytest.mark.contract(34, 140)
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("model", ["toy", "toy-dsa"])
+async def test_a_prefix_comes_back_from_the_host(cluster: Cluster, model: str, ranks: int) -> None:
+    """Computed, backed up, evicted from L1: the next pass loads it on both sides, and gives the same output."""
+    await cluster.start(*sides(model=model, ranks=ranks))
+    prompt = prompt_of(11 * PAGE + 5)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    legs = await cluster.serve(prompt)
+    assert legs.prefill.facts["l2_tokens"] == 11 * PAGE
+    assert legs.decode.facts["l2_tokens"] == 11 * PAGE
+    assert legs.prefill.facts["cached_tokens"] == 11 * PAGE
+    await settled(cluster)
+    await cluster.free()
+    for node in cluster.nodes:
+        report = node.context.tiers.hicache.report()  # type: ignore[union-attr]
+        assert report["tokens"]["l2_hits"] == 11 * PAGE
+        assert report["loads"]["failed"] == 0
+
+
+@pytest.mark.contract(47, 51)
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("kind", ["off", "l1", "l2", "pressure"])
+async def test_conversations_are_the_same_with_every_cache(cluster: Cluster, kind: str, ranks: int) -> None:
+    """Turns and shared beginnings give the local run's bits with no cache, with L1, with both, and under pressure."""
+    pages = 24 if kind == "pressure" else 64
+    await cluster.start(*sides("l2" if kind == "pressure" else kind, ranks=ranks, pages=pages))
+    for prompt in conversations(seed=ranks):
+        await cluster.serve(prompt, new_tokens=5)
+        await settled(cluster)
+    await cluster.free()
+    evicted = [node.context.cache.evicted_pages for node in cluster.nodes]
+    hits = [node.context.cache.hit_tokens for node in cluster.nodes]
+    assert all(hits) is (kind != "off")
+    if kind == "pressure":
+        assert all(evicted)
+        assert all(node.context.tiers.hicache.l2_hit_tokens for node in cluster.nodes)  # type: ignore[union-attr]
+
+
+@pytest.mark.case("A7", "A10")
+@pytest.mark.parametrize("ranks", [1, 4])
+async def test_random_aborts_lose_nothing(cluster: Cluster, ranks: int) -> None:
+    """Requests that are given up at random layers, under pressure: the others are right and all comes back."""
+    await cluster.start(*sides(ranks=ranks, pages=24))
+    draws = random.Random(5)
+    brake = cluster.brake(cluster.prefill)
+    for number, prompt in enumerate(conversations(seed=3, turns=4)):
+        if number % 3 == 1:
+            layer = draws.randrange(12)
+            brake.at(lambda step, at, layer=layer: at == layer)  # type: ignore[misc]
+            legs = cluster.start_both(prompt)
+            await eventually(lambda legs=legs: brake.reached.is_set() or legs.prefill.life.ended)  # type: ignore[misc]
+            draws.choice(legs.jobs).fail(ClientGone("gone"))
+            brake.release()
+            await legs.answered()
+        else:
+            await cluster.serve(prompt)
+    await settled(cluster)
+    await cluster.free()
+
+
+@pytest.mark.contract(41)
+async def test_an_aborted_prompt_leaves_nothing_in_the_host(cluster: Cluster) -> None:
+    """Given up in the middle of its backup, a prompt is in neither tier, and the free counts are the first ones."""
+    await cluster.start(*sides())
+    brake = cluster.brake(cluster.prefill)
+    hicache = cluster.prefill.context.tiers.hicache
+    assert hicache is not None
+    before = hicache.host.lanes.free_pages
+    brake.at_layer(6, start=CHUNK)
+    legs = cluster.start_both(prompt_of(12 * PAGE))
+    await eventually(brake.reached.is_set)
+    assert hicache.host.lanes.free_pages < before
+    legs.decode.fail(ClientGone("gone"))
+    await legs.decode.answered.wait()
+    await eventually(lambda: legs.prefill.life.reason is not None)
+    brake.release()
+    await settled(cluster)
+    await cluster.free()
+    assert (hicache.host.lanes.free_pages, hicache.cached_pages) == (before, 0)
+
+
+@pytest.mark.case("C11")
+async def test_a_page_that_changed_in_the_host_is_not_decoded(cluster: Cluster) -> None:
+    """A bit flips in L2: the request that loads the page fails with its place; the next one computes it again."""
+    await cluster.start(*sides())
+    prompt = prompt_of(8 * PAGE + 1)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    pool = cluster.prefill.context.tiers.hosts[0]
+    pool.layer("target.kv", 3)[:, 7] ^= 1
+    legs = cluster.start_both(prompt)
+    await legs.failed()
+    assert isinstance(legs.prefill.life.reason, Corruption)
+    assert legs.decode.life.reason is not None
+    await settled(cluster)
+    await cluster.free()
+    again = await cluster.serve(prompt)
+    assert again.prefill.facts["l2_tokens"] == 0
+
+
+@pytest.mark.case("I4")
+@pytest.mark.parametrize("l2", [False, True])
+async def test_salts_and_requests_that_are_not_stored(cluster: Cluster, l2: bool) -> None:
+    """Another salt is a miss in every tier, and a request that is not to be stored leaves nothing behind."""
+    await cluster.start(*sides("l2" if l2 else "l1"))
+    prompt = prompt_of(6 * PAGE + 1)
+    await cluster.serve(prompt, salt="a")
+    await settled(cluster)
+    assert (await cluster.serve(prompt, salt="b")).prefill.facts["cached_tokens"] == 0
+    assert (await cluster.serve(prompt, salt="a")).prefill.facts["cached_tokens"] == 6 * PAGE
+    other = prompt_of(6 * PAGE + 1, salt=5)
+    await cluster.serve(other, store=False)
+    await settled(cluster)
+    legs = await cluster.serve(other, store=False)
+    assert (legs.prefill.facts["cached_tokens"], legs.decode.facts["cached_tokens"]) == (0, 0)
+    await cluster.free()
+
+
+@pytest.mark.contract(36)
+async def test_a_write_through_is_there_after_the_forward(cluster: Cluster) -> None:
+    """Every whole page that was computed is in L2 after the last acknowledgement, by layer ends alone."""
+    await cluster.start(*sides())
+    await cluster.serve(prompt_of(10 * PAGE + 3))
+    await settled(cluster)
+    hicache = cluster.prefill.context.tiers.hicache
+    assert hicache is not None
+    report = hicache.report()
+    assert report["l2"]["resident_pages"] == 10
+    assert report["backups"]["fallbacks"] == 0
+    await cluster.free()
