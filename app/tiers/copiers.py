@@ -167,6 +167,9 @@ class LayerCopier:
         pool = device.buffers[name]
         l1, l2 = pool.tensor[pool.spec.slot(layer)], host.layer(name, layer)
         arrays = None if self.on_device else (l1.numpy(), l2.numpy())
+        if self.on_device and self.backend.maps_host and not host.pinned_bytes:
+            # some devices address any memory of the host, far more slowly: that is not what was asked for
+            raise SettingsError(f"{BACKEND_KEY} (kernel): host memory of rank {rank} is not registered")
         mapped = device_view(l2, device.device) if self.on_device and self.backend.maps_host else None
         return LayerBuffer(name=name, rank=rank, l1=l1, l2=l2, arrays=arrays, mapped=mapped)
 

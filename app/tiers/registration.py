@@ -6,7 +6,7 @@ its runtime says; the pool that asked turns that into an error that names the se
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,7 @@ class CudaRegistrar:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             code = self._runtime.cudaHostRegister(address, length, _PORTABLE)
         if int(code):
+            self._forget_error()
             raise NoCapacity(f"cannot pin {length} bytes: {self._explain(code)}", code=int(code))
         self._registered[address] = length
 
@@ -83,6 +84,12 @@ class CudaRegistrar:
             raise IntegrityError(
                 f"{len(self._registered)} mappings of {self.pinned_bytes} bytes are still pinned"
             )
+
+    def _forget_error(self) -> None:
+        """The runtime keeps its last error, and torch would raise it at its next call, whatever that is."""
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device).add_(1)
 
     def _explain(self, code: Any) -> str:
         return str(self._runtime.cudaGetErrorString(code))

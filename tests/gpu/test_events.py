@@ -256,7 +256,9 @@ def test_metadata_slots_stay_on_the_host() -> None:
         record = SlotFormat().encode(
             slot.room, slot.generation, Metadata(first_token=5, log_probability=-0.5)
         )
-        assert pool.write_slot(slot.index, record) == pool.slots.data_ptr() + slot.offset
-        assert pool.read_slot(slot) == Metadata(first_token=5, log_probability=-0.5)
+        assert pool.write_slot(slot.index, record) == pool.slots.data_ptr() + SlotFormat().offset(slot.index)
+        read = pool.read_slot(slot)
+        assert read is not None
+        assert (read.first_token, read.log_probability) == (5, -0.5)
         pool.clear_slot(slot)
         assert pool.read_slot(slot) is None
