@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 # forwards of tests and demonstration share their cores with nodes: sleep instead of spinning
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup demo test matrix check bench sanitize clean
+.PHONY: model setup demo test matrix check bench sanitize clean
 
 setup:
 	@PYTHON=$(PYTHON) scripts/setup.sh
@@ -27,8 +27,8 @@ matrix: setup
 	@MATRIX=full $(RUN) -m pytest tests/e2e/test_matrix.py
 
 check: setup
-	@$(VENV)/bin/ruff check app tests bench demo
-	@$(VENV)/bin/ruff format --check app tests bench demo
+	@$(VENV)/bin/ruff check app tests bench demo formal
+	@$(VENV)/bin/ruff format --check app tests bench demo formal
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
 
@@ -38,6 +38,10 @@ bench: setup
 ifndef NAME
 	@$(RUN) -m bench core
 endif
+
+# the protocol's model with wider bounds than the tests explore
+model: setup
+	@$(RUN) -m formal
 
 sanitize: setup
 	@scripts/sanitize.sh $(VENV)/bin

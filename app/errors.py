@@ -10,7 +10,9 @@
     |   `-- RoomInUse
     |-- Denied                   authentication
     |   |-- TokenMissing
-    |   `-- TokenWrong
+    |   |-- TokenWrong
+    |   |-- ScopeMissing           a token, but not for this
+    |   `-- HostDenied             a host that this node is not allowed to contact
     |-- PeerFault                the other node's fault
     |   |-- PeerUnavailable        no answer, connection refused, wrong protocol
     |   |-- PeerRefused            it answered with a refusal
@@ -18,6 +20,7 @@
     |   `-- PeerAborted            it (or its client) gave the room up
     |-- DeadlineExceeded         a phase outlived its setting
     |-- NoCapacity               no page, slot or queue place
+    |   `-- TooManyRooms           of one peer
     |-- NotReady                 the node is starting or draining
     |-- TransferFailed           the engine could not deliver
     |-- Corruption               bytes or records that are not what was sent
@@ -112,6 +115,14 @@ class TokenWrong(Denied):
     slug = "token-wrong"
 
 
+class ScopeMissing(Denied):
+    slug = "scope-missing"
+
+
+class HostDenied(Denied):
+    slug = "host-denied"
+
+
 class PeerFault(KvferryError):
     status = 502
     slug = "peer-fault"
@@ -145,6 +156,11 @@ class NoCapacity(KvferryError):
     status = 503
     slug = "no-capacity"
     retry_after_s = 1
+
+
+class TooManyRooms(NoCapacity):
+    status = 429
+    slug = "too-many-rooms"
 
 
 class NotReady(KvferryError):

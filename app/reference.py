@@ -6,6 +6,7 @@ reference` brings them up to date.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from app.core.lifecycle import TABLES, mermaid
+from app.core.prefix_tree import TRANSITIONS, Residency
 from app.settings import NodeSettings
 
 BEGIN, END = "<!-- settings -->\n", "<!-- end of settings -->\n"
@@ -68,7 +70,23 @@ def lifecycle_document() -> str:
         "that may arrive late and change nothing\nare left out here.",
     ]
     parts += [f"## {name}\n\n```mermaid\n{mermaid(table)}```" for name, table in TABLES.items()]
+    parts += [
+        "# Where the pages of a prefix are",
+        "A node of the prefix tree; the table is `TRANSITIONS` of `app/core/prefix_tree.py`, which is the native "
+        "core's own.\nA reader sees a node in L1 in the states `l1`, `l1+pending` and `l1+l2`, and from L2 in `l1+l2`, "
+        "`l2` and\n`loading`.",
+        f"```mermaid\n{residency_diagram()}```",
+    ]
     return "\n\n".join(parts) + "\n"
+
+
+def residency_diagram() -> str:
+    """The moves between the states of a node of the prefix tree."""
+    names = {state: state.replace("+", "_and_") for state in Residency}
+    lines = ["stateDiagram-v2", f"    [*] --> {names[Residency.ABSENT]}"]
+    lines += [f'    state "{state}" as {name}' for state, name in names.items() if name != state]
+    lines += [f"    {names[before]} --> {names[after]}: {event}" for before, event, after in TRANSITIONS]
+    return "\n".join(lines) + "\n"
 
 
 def with_settings_table(document: str) -> str:
@@ -87,6 +105,8 @@ def _setting(key: str, info: FieldInfo) -> Setting:
 def _plain(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from app.hosts import Rule
+
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 """Always finite: no deadline may be switched off."""
 Count = Annotated[int, Field(ge=1)]
@@ -24,6 +26,15 @@ class HttpSettings(Section):
     port_taken: Literal["fail", "any"] = Field("fail", description="what to do when the port is taken")
     advertise: str = Field("", description="host that peers use to reach this node; default: host")
     max_body_bytes: int = Field(4 << 20, ge=1024, description="larger bodies are refused")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM): serve, and ask peers, by HTTPS")
+    tls_key: Path | None = Field(None, description="its private key (PEM)")
+    tls_ca: Path | None = Field(
+        None, description="who signs peers' certificates (PEM); default: the system's"
+    )
+
+    @property
+    def scheme(self) -> Literal["http", "https"]:
+        return "http" if self.tls_cert is None else "https"
 
     @field_validator("advertise")
     @classmethod
@@ -35,8 +46,20 @@ class HttpSettings(Section):
 
 
 class AuthSettings(Section):
-    token: SecretStr | None = Field(None, description="needed for every call that changes state")
-    token_file: Path | None = Field(None, description="file that holds the token")
+    """Each token is a value or a file. The others narrow what the first one is needed for."""
+
+    token: SecretStr | None = Field(
+        None, description="of operators: for every call but, with a peer token, peers'"
+    )
+    token_file: Path | None = Field(None, description="file that holds it")
+    read_token: SecretStr | None = Field(
+        None, description="reads statistics, rooms and caches; changes nothing"
+    )
+    read_token_file: Path | None = Field(None, description="file that holds it")
+    request_token: SecretStr | None = Field(None, description="of clients: sends requests, and nothing else")
+    request_token_file: Path | None = Field(None, description="file that holds it")
+    peer_token: SecretStr | None = Field(None, description="between nodes, equal on all; default: auth.token")
+    peer_token_file: Path | None = Field(None, description="file that holds it")
 
 
 class ModelSettings(Section):
@@ -69,6 +92,9 @@ class CacheSettings(Section):
     reuse: Literal["off", "page", "exact"] = Field(
         "page",
         description="reuse of cached prefixes; exact: on the chunk grid and of prefill's pages only, equal bits",
+    )
+    eviction: Literal["lru", "slru", "s3fifo", "lhd"] = Field(
+        "lhd", description="what goes first, in L1 and L2; docs/decisions.md says why it is lhd"
     )
     slots: Count = Field(64, description="metadata slots: rooms that decode may await at once")
 
@@ -147,12 +173,28 @@ class DeadlineSettings(Section):
     drain_s: Seconds = Field(20.0, description="waiting for a drain acknowledgement")
     quarantine_s: Seconds = Field(45.0, description="pages whose writer was not proven idle")
     tombstone_s: Seconds = Field(30.0, description="how long an aborted room is remembered")
+    shutdown_s: Seconds = Field(15.0, description="what live rooms get to finish after SIGTERM")
 
 
 class LimitSettings(Section):
     queued_requests: Count = Field(256, description="waiting for their turn, or parked")
+    rooms_per_peer: Count = Field(
+        512, description="live rooms shared with one peer; more are refused with 429"
+    )
+    bootstrap_hosts: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        (),
+        description="prefill nodes that requests may name (JSON list of names, addresses, networks, each with "
+        "or without :port); default: loopback, or the networks of http.host",
+    )
     max_new_tokens: Count = Field(1024, description="a request for more is refused")
     default_new_tokens: Count = Field(64, description="where a request names no number")
+
+    @field_validator("bootstrap_hosts")
+    @classmethod
+    def _rules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            Rule.parse(entry)
+        return value
 
 
 class DiagnosticSettings(Section):

@@ -1,10 +1,17 @@
-"""One node as a process: bind the port, serve at once, load in the background, stop in order."""
+"""One node as a process: bind the port, serve at once, load in the background, stop in order.
+
+The first SIGTERM (or SIGINT) drains: no new rooms, while peers and probes are still answered until the live
+ones have ended. The second one ends the process at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
 import uvicorn
@@ -21,6 +28,9 @@ from app.settings import NodeSettings
 log = structlog.get_logger(__name__)
 
 _BACKLOG = 2048
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ANSWERS_S = 5
+"""What answers get to go out once their rooms have ended."""
 _IDLE_S = 1.0
 
 
@@ -52,7 +62,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def published_url(http: HttpSettings, listener: socket.socket) -> str:
     """The url that peers use: the advertised host with the port that was really bound."""
     host = http.advertise or http.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    return f"{http.scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 async def _give_back_when_idle(node: Node) -> None:
@@ -69,6 +79,47 @@ async def _give_back_when_idle(node: Node) -> None:
         seen = count
 
 
+class _Server(uvicorn.Server):
+    """Leaves the signals to us: the server would close the door before the rooms have ended."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stop:
+    """Drains the node at the first signal. The second one finds the system's own handler in place."""
+
+    def __init__(self, node: Node, server: uvicorn.Server) -> None:
+        self._node = node
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
+        for each in _STOP_SIGNALS:
+            self._loop.add_signal_handler(each, self._asked, each)
+
+    def _asked(self, number: signal.Signals) -> None:
+        for each in _STOP_SIGNALS:
+            self._loop.remove_signal_handler(each)
+            # the system's: it works even when this loop no longer turns
+            signal.signal(each, signal.SIG_DFL)
+        finish_s = self._node.settings.deadlines.shutdown_s
+        log.info("node.draining", signal=number.name, finish_s=finish_s, rooms=self._node.live_rooms)
+        self._node.draining = True
+        self._draining = asyncio.create_task(self._drain(finish_s))
+
+    def done(self) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
+
+    async def _drain(self, finish_s: float) -> None:
+        try:
+            if not await self._node.drain(finish_s=finish_s):
+                log.warning("node.rooms_left", rooms=self._node.live_rooms)
+        finally:
+            self._server.should_exit = True
+
+
 def serve(settings: NodeSettings) -> int:
     """Run a node until it is told to stop; the process's exit status."""
     configure_logging(level=settings.log.level, style=settings.log.format)
@@ -81,16 +132,18 @@ async def _serve(settings: NodeSettings, listener: socket.socket, moved: bool) -
     if moved:
         node.counters["port_moved"] += 1
         log.warning("http.port_moved", wished=settings.http.port, url=node.url)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(node),
-            http="httptools",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=15,
-            timeout_keep_alive=75,
-        )
+    config = uvicorn.Config(
+        create_app(node),
+        http="httptools",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_ANSWERS_S,
+        timeout_keep_alive=75,
     )
+    config.load()
+    config.ssl = settings.server_tls()
+    server = _Server(config)
+    stop = _Stop(node, server)
 
     async def start() -> None:
         try:
@@ -108,4 +161,6 @@ async def _serve(settings: NodeSettings, listener: socket.socket, moved: bool) -
     await server.serve(sockets=[listener])
     starting.cancel()
     await node.stop()
+    stop.done()
+    log.info("node.stopped", url=node.url)
     return 1 if node.start_error else 0

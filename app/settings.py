@@ -10,8 +10,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import ssl
 import tomllib
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +54,23 @@ PREFIX = "KVFERRY_"
 _OTHER_VARIABLES = {"KVFERRY_CACHE_DIR", "KVFERRY_CONFIG"}
 _TOKEN = re.compile(r"[!-~]+")
 """Visible ASCII: what a header carries unchanged."""
+
+
+class Scope(StrEnum):
+    """What a token is good for."""
+
+    READ = "read"
+    REQUEST = "request"
+    PEER = "peer"
+    ADMIN = "admin"
+
+
+_TOKENS: Mapping[str, frozenset[Scope]] = {
+    "token": frozenset({Scope.READ, Scope.REQUEST, Scope.ADMIN}),
+    "read_token": frozenset({Scope.READ}),
+    "request_token": frozenset({Scope.REQUEST}),
+    "peer_token": frozenset({Scope.PEER}),
+}
 
 
 class NodeSettings(BaseSettings):
@@ -113,10 +132,7 @@ class NodeSettings(BaseSettings):
                 f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive a write: transfer.deadline_s "
                 f"and transfer.late_landing_s are {longest_s:g} together"
             )
-        if self.auth.token is not None and self.auth.token_file is not None:
-            raise ValueError("auth.token and auth.token_file are both set: one of them is enough")
-        if not _is_loopback(self.http.host) and self.auth.token is None and self.auth.token_file is None:
-            raise ValueError(f"http.host ({self.http.host}) is no loopback address: auth.token must be set")
+        self._guarded()
         if _is_any(self.http.host) and not self.http.advertise:
             raise ValueError(
                 f"http.host ({self.http.host}) is every address: http.advertise must name one for the peers"
@@ -137,6 +153,26 @@ class NodeSettings(BaseSettings):
             raise ValueError(f"cache.dtype ({self.cache.dtype}): the toy models store bytes")
         return self
 
+    def _guarded(self) -> None:
+        """Tokens and certificates: half of either protects nothing."""
+        given = {name: self._given(name) for name in _TOKENS}
+        for name in given:
+            if getattr(self.auth, name) is not None and getattr(self.auth, f"{name}_file") is not None:
+                raise ValueError(f"auth.{name} and auth.{name}_file are both set: one of them is enough")
+        if not _is_loopback(self.http.host) and not given["token"]:
+            raise ValueError(f"http.host ({self.http.host}) is no loopback address: auth.token must be set")
+        narrower = next((name for name in given if given[name]), None)
+        if narrower is not None and not given["token"]:
+            raise ValueError(f"auth.{narrower} is set and auth.token is not: everything else would be open")
+        http = self.http
+        if (http.tls_cert is None) != (http.tls_key is None):
+            raise ValueError("http.tls_cert and http.tls_key go together: one of them is missing")
+        if http.tls_ca is not None and http.tls_cert is None:
+            raise ValueError("http.tls_ca is set: without http.tls_cert peers are asked by plain HTTP")
+
+    def _given(self, name: str) -> bool:
+        return getattr(self.auth, name) is not None or getattr(self.auth, f"{name}_file") is not None
+
     def _parallel(self) -> None:
         """What context parallelism goes together with."""
         cp = self.cp
@@ -151,21 +187,63 @@ class NodeSettings(BaseSettings):
                 "cp.split (round_robin): materialisation and transfer of shared KV (cp.shared_kv) do not know it"
             )
 
-    def secret(self) -> str | None:
-        """The token, out of the settings or its file. SettingsError, without the token, when it is none."""
-        key, token = "auth.token", None
-        if self.auth.token is not None:
-            token = self.auth.token.get_secret_value()
-        elif self.auth.token_file is not None:
-            key = "auth.token_file"
+    def secret(self, name: str = "token") -> str | None:
+        """A token, out of the settings or its file. SettingsError, without the token, when it is none."""
+        key, token = f"auth.{name}", None
+        value, path = getattr(self.auth, name), getattr(self.auth, f"{name}_file")
+        if value is not None:
+            token = value.get_secret_value()
+        elif path is not None:
+            key = f"auth.{name}_file"
             try:
-                token = self.auth.token_file.read_text().strip()
+                token = path.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise SettingsError(f"{key}: cannot read {self.auth.token_file}: {error}") from error
+                # the error of a decoder would show a part of the file
+                why = error if isinstance(error, OSError) else "it is no text"
+                raise SettingsError(f"{key}: cannot read {path}: {why}") from None
         # an empty token would be matched by an empty one
         if token is not None and not _TOKEN.fullmatch(token):
             raise SettingsError(f"{key}: a token is visible ASCII characters without spaces, at least one")
         return token
+
+    def peer_secret(self) -> str | None:
+        """What this node shows to its peers."""
+        return self.secret("peer_token") or self.secret()
+
+    def scopes(self) -> dict[str, frozenset[Scope]]:
+        """Every token with what it is good for. SettingsError, without the tokens, when two are one."""
+        tokens = {name: token for name in _TOKENS if (token := self.secret(name)) is not None}
+        if len(set(tokens.values())) < len(tokens):
+            raise SettingsError(
+                f"auth: two of {', '.join(tokens)} are one token; its scopes would be unclear"
+            )
+        scopes = dict(_TOKENS)
+        if "peer_token" not in tokens:
+            scopes["token"] |= {Scope.PEER}
+        return {token: scopes[name] for name, token in tokens.items()}
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """For the node's own port. SettingsError when certificate and key cannot be used."""
+        http = self.http
+        if http.tls_cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            # a key that needs a password would ask the terminal for it
+            context.load_cert_chain(http.tls_cert, http.tls_key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"http.tls_cert or http.tls_key: cannot use them: {error}") from error
+        return context
+
+    def client_tls(self) -> ssl.SSLContext | None:
+        """For calls to peers, whose names and certificates are checked. SettingsError for a bad CA file."""
+        http = self.http
+        if http.tls_cert is None:
+            return None
+        try:
+            return ssl.create_default_context(cafile=http.tls_ca)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"http.tls_ca: cannot use {http.tls_ca}: {error}") from error
 
     def masked(self) -> dict[str, Any]:
         """Effective settings as plain values, secrets masked."""
@@ -207,7 +285,9 @@ def load_settings(
         settings = _Layered(given, values)()
     except (ValidationError, SourceError) as error:
         raise SettingsError(_explain(error)) from error
-    settings.secret()
+    settings.scopes()
+    settings.server_tls()
+    settings.client_tls()
     return settings
 
 

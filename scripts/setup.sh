@@ -21,9 +21,11 @@ EOF
 )
 # A header that the native core is compiled with.
 echo '#include <xxhash.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1 || missing="$missing libxxhash-dev"
+# The checker of the protocol's model.
+command -v spin >/dev/null || missing="$missing spin"
 if [ -n "$missing" ]; then
     # shellcheck disable=SC2086  # one word a package
-    scripts/packages.sh "what the transfer engine and the native core need" $missing
+    scripts/packages.sh "what the transfer engine, the native core and the protocol's model need" $missing
 fi
 
 if [ -f "$venv/.ready" ] && [ "$(cat "$venv/.ready")" = "$want" ]; then

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from app import __version__
+from app.api.problems import RoomInPath
 from app.core.rooms import parse_room
 from app.errors import NotReady, PeerAborted
 from app.service.caches import cache_report, flush
@@ -37,7 +38,7 @@ class Aborted(BaseModel):
     drained: bool
 
 
-def admin_router(node: Node, **options: Any) -> APIRouter:
+def admin_router(node: Node) -> APIRouter:
     router = APIRouter(tags=["admin"])
 
     @router.get("/livez", summary="The process and its forwards make progress")
@@ -73,13 +74,13 @@ def admin_router(node: Node, **options: Any) -> APIRouter:
     async def cache() -> dict[str, Any]:
         return cache_report(node.context)
 
-    @router.post("/cache/flush", summary="Forget cached prompts that nobody is using", **options)
+    @router.post("/cache/flush", summary="Forget cached prompts that nobody is using")
     async def cache_flush(body: FlushBody | None = None) -> dict[str, Any]:
         wanted = body or FlushBody()
         return flush(node.context, which=wanted.tier, salt=wanted.cache_salt, rooms=len(node.rooms()))
 
-    @router.post("/abort/{room}", summary="Fail a live room", **options)
-    async def abort(room: str, body: AbortBody | None = None) -> Aborted:
+    @router.post("/abort/{room}", summary="Fail a live room")
+    async def abort(room: RoomInPath, body: AbortBody | None = None) -> Aborted:
         job = node.job(parse_room(room))
         reason = (body or AbortBody()).reason
         return Aborted(room=job.room, aborted=job.fail(PeerAborted(reason)), drained=job.ended.is_set())

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 
 from app import __version__
 from app.api.admin import admin_router
-from app.api.auth import token_check
+from app.api.auth import Guard, Tokens, with_security
 from app.api.generate import generate_router
-from app.api.legs import refused_leg
+from app.api.legs import refused_body
 from app.api.openai import openai_router
 from app.api.peer import peer_router
 from app.api.problems import MEDIA_TYPE, BodyLimit, Problem, install
@@ -34,23 +34,32 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The document, made once, with the scope that each route needs."""
+        if self.openapi_schema is None:
+            self.openapi_schema = with_security(super().openapi())
+        return self.openapi_schema
+
+
 def create_app(node: Node) -> FastAPI:
     """The application over a node. Who serves it starts and stops the node."""
-    app = FastAPI(
+    app = _App(
         title="kvferry",
         version=__version__,
         summary="Moves KV cache from prefill to decode nodes while the forward still runs",
         responses=_RESPONSES,
         lifespan=_lifespan(node),
     )
-    guarded: dict[str, Any] = {"dependencies": [Depends(token_check(node.settings.secret()))]}
-    app.include_router(admin_router(node, **guarded))
-    app.include_router(peer_router(node, **guarded))
-    app.include_router(generate_router(node, **guarded))
-    app.include_router(openai_router(node, **guarded))
+    app.include_router(admin_router(node))
+    app.include_router(peer_router(node))
+    app.include_router(generate_router(node))
+    app.include_router(openai_router(node))
     install(app, node)
     _tell_prefill_of_refusals(app, node)
     app.add_middleware(BodyLimit, most=node.settings.http.max_body_bytes, node=node)
+    # added last, so it comes first: before a body is read
+    app.add_middleware(Guard, tokens=Tokens(node.settings.scopes()), node=node)
     return app
 
 
@@ -71,11 +80,11 @@ def _tell_prefill_of_refusals(app: FastAPI, node: Node) -> None:
     @app.exception_handler(RequestValidationError)
     async def refused(request: Request, error: RequestValidationError) -> Any:
         if request.url.path in _REQUEST_PATHS:
-            refused_leg(node, error.body, InvalidRequest("decode refused the request as invalid"))
+            refused_body(node, error.body, InvalidRequest("decode refused the request as invalid"))
         return await invalid(request, error)
 
     @app.exception_handler(InvalidRequest)
     async def not_served(request: Request, error: InvalidRequest) -> Any:
         if request.url.path in _REQUEST_PATHS:
-            refused_leg(node, await request.json(), error)
+            refused_body(node, await request.json(), error)
         return await ours(request, error)

@@ -86,8 +86,8 @@ def stops(value: str | list[str] | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
-def generate_router(node: Node, **options: Any) -> APIRouter:
-    router = APIRouter(tags=["requests"], **options)
+def generate_router(node: Node) -> APIRouter:
+    router = APIRouter(tags=["requests"])
 
     @router.post("/generate", summary="One leg of a request, in the router's native form")
     async def generate(http: HttpRequest, body: GenerateBody) -> Response:

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import structlog
 from starlette.requests import Request as HttpRequest
 
+from app.core.ids import RoomId
 from app.core.rooms import parse_room
 from app.engine.sampling import Sampling
-from app.errors import ClientGone, InvalidRequest, KvferryError
+from app.errors import ClientGone, Denied, InvalidRequest, KvferryError, NotReady
+from app.hosts import base_url
 from app.service.decode_rooms import tell_abort
 from app.service.jobs import Job, Request, TokenOut
 from app.service.node import Node
@@ -55,8 +57,7 @@ class Leg:
 
     def __init__(self, node: Node, parsed: Parsed) -> None:
         self.node = node
-        host, port = parsed.bootstrap_host, parsed.bootstrap_port
-        url = f"http://{host}:{port}" if host and port else ""
+        url = prefill_url(node, parsed.bootstrap_host, parsed.bootstrap_port)
         limits = node.settings.limits
         default = min(limits.default_new_tokens, limits.max_new_tokens)
         self.request = Request(
@@ -76,6 +77,10 @@ class Leg:
     def _start(self, url: str) -> Job:
         node = self.node
         node.context  # noqa: B018  raises NotReady while starting
+        if node.draining:
+            error = NotReady("the node is draining", room=self.request.room)
+            refused_leg(node, url, self.request.room, error)
+            raise error
         most = node.context.engine.vocabulary
         if any(not 0 <= t < most for t in self.request.prompt):
             raise InvalidRequest(f"a token id is outside 0..{most - 1}")
@@ -191,19 +196,38 @@ async def first_of(http: HttpRequest, leg: Leg, work: Awaitable[T]) -> T:
             task.cancel()
 
 
-def refused_leg(node: Node, body: Any, error: KvferryError) -> None:
-    """Decode refused a request before it had a room: tell prefill, so that it holds nothing for it."""
-    if node.decode is None or not isinstance(body, dict):
+def prefill_url(node: Node, host: str | None, port: int | None) -> str:
+    """Where a request says that its prefill node is; empty when it does not, or when this is that node.
+
+    InvalidRequest for what is no host, HostDenied for one that decode may not contact. Names are looked up,
+    and their addresses checked, when the connection is made.
+    """
+    if node.hosts is None or not host or not port:
+        return ""
+    url = base_url(node.settings.http.scheme, host, port)
+    node.hosts.require(host, port)
+    return url
+
+
+def refused_body(node: Node, body: Any, error: KvferryError) -> None:
+    """As `refused_leg`, out of a body that may be anything."""
+    if not isinstance(body, dict):
         return
     host, port = body.get("bootstrap_host"), body.get("bootstrap_port")
+    if not isinstance(host, str) or not isinstance(port, int) or not 1 <= port <= 65535:
+        return
     try:
-        room = parse_room(body.get("bootstrap_room"))
-    except InvalidRequest:
-        return
-    if not isinstance(host, str) or not isinstance(port, int) or room in node.decode.rooms.table:
+        refused_leg(node, prefill_url(node, host, port), parse_room(body.get("bootstrap_room")), error)
+    except (InvalidRequest, Denied):
         return
 
-    async def tell() -> None:
-        await tell_abort(node.context, f"http://{host}:{port}", room, error)
 
-    node.spawn(tell(), f"abort {room}")
+def refused_leg(node: Node, url: str, room: RoomId, error: KvferryError) -> None:
+    """Decode refused a request before it had a room: tell prefill, so that it holds nothing for it."""
+    if node.decode is None or not url or room in node.decode.rooms.table:
+        return
+    node.spawn(_tell(node, url, room, error), f"abort {room}")
+
+
+async def _tell(node: Node, url: str, room: RoomId, error: KvferryError) -> None:
+    await tell_abort(node.context, url, room, error)

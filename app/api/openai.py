@@ -75,8 +75,8 @@ class ChatBody(OpenAiBody):
     max_completion_tokens: int | None = None
 
 
-def openai_router(node: Node, **options: Any) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["requests"], **options)
+def openai_router(node: Node) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["requests"])
 
     def start(body: OpenAiBody, prompt: list[int], most: int | None) -> Leg:
         return Leg(

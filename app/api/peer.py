@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 
+from app.api.problems import RoomInPath
 from app.core.rooms import parse_room
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, NotReady
 from app.service.decode import DecodeService
 from app.service.node import Node
 from app.service.prefill import PrefillService
@@ -24,8 +23,8 @@ from app.transfer.messages import (
 )
 
 
-def peer_router(node: Node, **options: Any) -> APIRouter:
-    router = APIRouter(prefix="/v1/peer", tags=["peer"], **options)
+def peer_router(node: Node) -> APIRouter:
+    router = APIRouter(prefix="/v1/peer", tags=["peer"])
 
     def prefill() -> PrefillService:
         node.context  # noqa: B018  raises NotReady while starting
@@ -44,23 +43,26 @@ def peer_router(node: Node, **options: Any) -> APIRouter:
         return node.context.peers.welcome(message)
 
     @router.put("/rooms/{room}", status_code=202, summary="Decode names the pages of a prompt")
-    async def destine(room: str, message: Destination) -> Accepted:
-        return prefill().rooms.destine(parse_room(room), message)
+    async def destine(room: RoomInPath, message: Destination) -> Accepted:
+        rooms, number = prefill().rooms, parse_room(room)
+        if node.draining and number not in rooms.table:
+            raise NotReady("the node is draining", room=number)
+        return rooms.destine(number, message)
 
     @router.post("/rooms/{room}/abort", summary="Give a room up; the answer acknowledges the drain")
-    async def abort(room: str, message: Abort) -> Drained:
+    async def abort(room: RoomInPath, message: Abort) -> Drained:
         return await prefill().rooms.abort(parse_room(room), message)
 
     @router.post("/rooms/{room}/ahead", summary="Prefill says which layers have landed so far")
-    async def ahead(room: str, message: Ahead) -> Told:
+    async def ahead(room: RoomInPath, message: Ahead) -> Told:
         return await decode().rooms.ahead(parse_room(room), message)
 
     @router.post("/rooms/{room}/complete", summary="Prefill says that every byte has landed")
-    async def complete(room: str, message: Complete) -> Told:
+    async def complete(room: RoomInPath, message: Complete) -> Told:
         return await decode().rooms.complete(parse_room(room), message)
 
     @router.post("/rooms/{room}/failed", summary="Prefill says that its leg has failed")
-    async def failed(room: str, message: Failed) -> Told:
+    async def failed(room: RoomInPath, message: Failed) -> Told:
         return await decode().rooms.failed(parse_room(room), message)
 
     return router

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ log = structlog.get_logger(__name__)
 _limited = RateLimited(log)
 
 MEDIA_TYPE = "application/problem+json"
+RoomInPath = Annotated[str, Path(pattern="^[0-9]{1,32}$", description="a number of 64 bits")]
 _SLUGS = {400: "malformed", 404: "not-found", 405: "method-not-allowed", 413: "too-large"}
 
 

@@ -9,6 +9,7 @@ to the caller again.
     tree.reserve / begin_backup -> acknowledge         L1 -> L2: visible after the last acknowledgement
     tree.begin_load -> acknowledge                     L2 -> L1
     tree.evict / evict_owners                          what the tier's policy gives up first, children before parents
+    tree.victims                                       which nodes that would be, without a change
 
 Tokens are contiguous numpy arrays of int64 or int32 and are read in place (not to be written by another
 thread meanwhile). Lengths count valid tokens; the last page of a prompt may be a valid tail. A node id stays
@@ -31,6 +32,8 @@ from app.core.fingerprint import Fingerprint
 from app.core.ids import PageArray
 
 __all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
     "TRANSITIONS",
     "Draft",
     "Freed",
@@ -38,6 +41,7 @@ __all__ = [
     "Match",
     "Namespace",
     "NodeInfo",
+    "Policy",
     "PrefixTree",
     "Reserved",
     "Residency",
@@ -219,6 +223,13 @@ class PrefixTree:
     def evict_owners(self, tier: Tier, wanted: Sequence[int] | PageArray) -> PageArray:
         """At least wanted[lane] pages of each lane where they can be evicted, and what stood in the way."""
         return self._tree.evict_owners(tier, np.asarray(wanted, dtype=np.int64))
+
+    def victims(self, tier: Tier, wanted: Sequence[int] | PageArray) -> list[int]:
+        """The nodes that `evict_owners` would take pages of, in its order; nothing changes.
+
+        Of the last one it may take only a part.
+        """
+        return self._tree.victims(tier, np.asarray(wanted, dtype=np.int64))
 
     def clear(self, space: Namespace) -> Freed:
         """Forget a namespace, except what is pinned or being copied."""

@@ -19,6 +19,7 @@ from app.engine.generate import TOP_K
 from app.engine.load import load_engine
 from app.engine.models.overrides import merge_overrides
 from app.errors import SettingsError
+from app.hosts import AllowedHosts
 from app.service.context import NodeContext
 from app.service.diagnostics import Diagnostics
 from app.service.forwards import Forwards
@@ -53,12 +54,13 @@ async def build(
     instance: InstanceId,
     introduction: Callable[[], Introduction],
     spawn: Callable[[Coroutine[Any, Any, None], str], None],
+    hosts: AllowedHosts | None = None,
     driver: DriverFactory | None = None,
     client: ControlClient | None = None,
 ) -> Parts:
     """Load the model, map the pool, start the engine and register the pool with it.
 
-    `driver` and `client` stand in for the real engine and for HTTP.
+    `hosts` limits whom the node calls. `driver` and `client` stand in for the real engine and for HTTP.
     """
     load = partial(load_model, settings)
     engine, text = await asyncio.get_running_loop().run_in_executor(None, load)
@@ -80,7 +82,12 @@ async def build(
     engine.bind(pools)
     transfers = await start_transfers(settings, pools, driver or mooncake_driver(settings))
     layouts = tuple(pool_layouts(pool) for pool in pools)
-    control = client or HttpControlClient(token=settings.secret())
+    control = client or HttpControlClient(
+        token=settings.peer_secret(),
+        hosts=hosts,
+        tls=settings.client_tls(),
+        most_bytes=settings.http.max_body_bytes,
+    )
     handshake_s = settings.deadlines.handshake_s
     gate: PageGate | None = None
     tiers = make_tiers(settings, pools, freed=lambda: gate.serve() if gate is not None else None)

@@ -33,6 +33,8 @@ def cache_report(context: NodeContext) -> dict[str, Any]:
         "namespaces": stats.namespaces,
         "pins": stats.pins,
         "pins_by_age_s": ages(cache.live, cache.clock()),
+        "write_policy": None,
+        "eviction": cache.eviction,
         "holds": [],
     }
 

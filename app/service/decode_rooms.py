@@ -27,6 +27,7 @@ from app.errors import (
     NoCapacity,
     PageMismatch,
     PeerRefused,
+    TooManyRooms,
     UnknownRoom,
 )
 from app.service.context import NodeContext
@@ -84,10 +85,21 @@ class DecodeRooms:
         return job
 
     def _require_place(self, request: Request) -> None:
-        waiting = sum(job.life.state is State.BOOTSTRAPPING for job in self.table)
-        if request.room in self.table or waiting < self.node.settings.limits.queued_requests:
+        if request.room in self.table:
             return
-        full = NoCapacity(f"{waiting} requests wait already (limits.queued_requests)", room=request.room)
+        limits = self.node.settings.limits
+        waiting = sum(job.life.state is State.BOOTSTRAPPING for job in self.table)
+        theirs = sum(job.peer_url == request.bootstrap_url for job in self.table)
+        full: NoCapacity
+        if waiting >= limits.queued_requests:
+            full = NoCapacity(f"{waiting} requests wait already (limits.queued_requests)", room=request.room)
+        elif theirs >= limits.rooms_per_peer:
+            full = TooManyRooms(
+                f"{theirs} rooms are shared with {request.bootstrap_url} already (limits.rooms_per_peer)",
+                room=request.room,
+            )
+        else:
+            return
         self._spawn_abort(request.bootstrap_url, request.room, full)
         raise full
 

@@ -10,7 +10,7 @@ import numpy as np
 from app.core.slots import Metadata
 from app.engine.generate import Handover
 from app.service.context import NodeContext
-from app.service.prefill_rooms import PrefillJob
+from app.service.prefill_job import PrefillJob
 from app.transfer.base import Batch, Block
 from app.transfer.context import ChunkContext
 from app.transfer.messages import Ahead, Complete

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+import anyio
 import structlog
 
 from app.core.fingerprint import Fingerprint
@@ -16,6 +17,7 @@ from app.core.ids import InstanceId, RoomId
 from app.core.rooms import RoomTable
 from app.engine.base import Text
 from app.errors import NotReady
+from app.hosts import AllowedHosts, allowed_hosts
 from app.service.build import DriverFactory, build
 from app.service.context import NodeContext
 from app.service.decode import DecodeService
@@ -29,6 +31,7 @@ from app.transfer.messages import CAPABILITIES, BufferPlace, Introduction, RankE
 log = structlog.get_logger(__name__)
 
 _REAP_S = 0.1
+_AFTER_DRAIN_S = 2.0
 _ROUNDS = 3
 
 
@@ -50,6 +53,11 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.started_s = time.monotonic()
         self.draining = False
+        self._drained = False
+        self.hosts: AllowedHosts | None = None
+        """Whom a decode node may contact because a request says so; prefill calls whom it has met."""
+        if settings.role == "decode":
+            self.hosts = allowed_hosts(settings.limits.bootstrap_hosts, settings.http.host)
         self._driver = driver
         self._client = client
         self._context: NodeContext | None = None
@@ -114,6 +122,7 @@ class Node:
             instance=self.instance,
             introduction=self.introduction,
             spawn=self.spawn,
+            hosts=self.hosts,
             driver=self._driver,
             client=self._client,
         )
@@ -161,12 +170,38 @@ class Node:
                 self.counters["task_faults"] += 1
                 log.error("control.fault", exc_info=error)
 
+    async def drain(self, *, finish_s: float, abort_s: float = 10.0) -> bool:
+        """Take no new rooms, let live ones finish for `finish_s`, then abort them by protocol for `abort_s`.
+
+        Peers are answered meanwhile: what they say ends the rooms. False when rooms are left.
+        """
+        self.draining = True
+        if self._context is None:
+            return True
+        if self.prefill is not None:
+            self.prefill.rooms.end_parked(NotReady("the node is draining"))
+        if not await self._no_rooms(finish_s):
+            for job in self._jobs():
+                job.fail(NotReady("the node is stopping", room=job.room))
+            await self._no_rooms(abort_s)
+        self._drained = True
+        return not self._jobs()
+
+    async def _no_rooms(self, within_s: float) -> bool:
+        """Wait for the last room to end; whether it has."""
+        with anyio.move_on_after(within_s):
+            while jobs := self._jobs():
+                await jobs[0].ended.wait()
+        return not self._jobs()
+
     async def stop(self, *, grace_s: float = 10.0) -> None:
         """Stop serving, give rooms `grace_s` to end, unregister memory. A second call is harmless."""
         self.draining = True
         context, self._context = self._context, None
         if context is None:
             return
+        if self._drained:  # what has not ended by now waits for a peer that does not answer
+            grace_s = min(grace_s, _AFTER_DRAIN_S)
         deadline = time.monotonic() + grace_s
         for job in self._jobs():
             job.fail(NotReady("the node is stopping", room=job.room))
@@ -214,6 +249,11 @@ class Node:
         if service is None:
             raise NotReady("the node is starting")
         return service.rooms.table
+
+    @property
+    def live_rooms(self) -> int:
+        service = self.prefill or self.decode
+        return 0 if service is None else len(service.rooms.table)
 
     def _jobs(self) -> list[Job]:
         return list(self.table())

@@ -8,18 +8,15 @@ BOOTSTRAPPING'                      any failure -> DRAINING -> FAILED
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import structlog
 
 from app.core.chunks import ChunkPlan, plan_chunks
 from app.core.groups import plan_groups
-from app.core.ids import PageArray, Source
+from app.core.ids import PageArray
 from app.core.lifecycle import Event
-from app.core.owners import owned_by
-from app.core.pages import pages_for, slice_positions
+from app.core.pages import pages_for
 from app.engine.digests import combined_digest, logits_digest
 from app.engine.generate import prefill_chunk
 from app.engine.sampling import Sampler
@@ -33,11 +30,12 @@ from app.errors import (
     PromptTooLong,
     UnknownRoom,
 )
+from app.service.chunk_work import backup_of, senders_of
 from app.service.context import NodeContext
 from app.service.handover import metadata_of, send_metadata, tell_ahead, tell_complete
 from app.service.jobs import Request, TokenOut
-from app.service.prefill_rooms import PrefillJob, PrefillRooms
-from app.service.sender import PageSender
+from app.service.prefill_job import PrefillJob
+from app.service.prefill_rooms import PrefillRooms
 from app.transfer.context import ChunkContext
 from app.transfer.notes import ForwardNotes
 from app.transfer.peers import Peer
@@ -159,37 +157,13 @@ class PrefillService:
                 start=plan.start,
                 layers=self.node.engine.geometry.layers,
                 groups=self._groups,
-                destinations=self._senders(job, plan, peer, target),
+                destinations=senders_of(self.node, job, plan, peer, target),
                 event_wait=self.node.bridge.wait,
                 receivers=1,
             )
             job.contexts.append(self.rooms.fifos.register(context))
             registered.append((plan, context))
         return registered
-
-    def _senders(self, job: PrefillJob, plan: ChunkPlan, peer: Peer, target: PageArray) -> list[PageSender]:
-        """One a rank: the pages of a chunk that it owns, paired by absolute position with the peer's."""
-        assert job.destination is not None and job.pages is not None
-        node, first = self.node, job.destination.first_position
-        pages = slice_positions(job.pages, 0, plan.first_page, plan.last_page)
-        owners = node.cache.lanes.owners_of(pages)
-        wanted = slice_positions(target, first, plan.first_page, plan.last_page)
-        senders = []
-        for rank, (engine, layouts) in enumerate(zip(node.transfers, node.layouts, strict=True)):
-            mine, positions = owned_by(pages, owners, rank, plan.first_page)
-            senders.append(
-                PageSender(
-                    rank=rank,
-                    engine=engine,
-                    peer=peer,
-                    layouts=layouts,
-                    source=node.cache.lanes.physical(mine),
-                    destination=wanted[positions - plan.first_page],
-                    positions=positions,
-                    label=f"{job.room}:{plan.start}:{rank}",
-                )
-            )
-        return senders
 
     async def _forward(self, job: PrefillJob, request: Request, registered: Registered, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
@@ -206,7 +180,7 @@ class PrefillService:
                 cancelled=job.stop_reason,
                 progress=self.node.layer_end,
                 ready=job.lease.wait,
-                listener=self._backup_of(job, plan),
+                listener=backup_of(self.node, job, plan),
             )
             if plan.is_last and self._ahead:
                 self.node.spawn(self._tell_ahead(job, peer, context), f"ahead {job.room}")
@@ -214,18 +188,6 @@ class PrefillService:
             if not plan.is_last:
                 self.node.spawn(self._finish_chunk(job), f"chunk {job.room}:{plan.start}")
         job.phases.mark("forward_end")
-
-    def _backup_of(self, job: PrefillJob, plan: ChunkPlan) -> Callable[[Source, int, Any], None] | None:
-        """Copies the pages that a chunk fills to L2, layer by layer. None when nothing was reserved."""
-        if job.backup is None or self.node.tiers.hicache is None:
-            return None
-        page = self.node.page_size
-        chunk = self.node.tiers.hicache.chunk([(job.backup, plan.start // page, plan.end // page)])
-
-        def layer_end(source: Source, layer: int, event: Any) -> None:
-            chunk.layer_end(source, layer, [] if event is None else [event])
-
-        return layer_end
 
     def _compute(
         self, job: PrefillJob, request: Request, plan: ChunkPlan, notes: ForwardNotes

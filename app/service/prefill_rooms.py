@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import deque
 
-import numpy as np
 import structlog
 
 from app.core.ids import PageArray, RoomId
 from app.core.lifecycle import PREFILL, Event, Lifecycle, State
-from app.core.pages import as_pages, destination_pages, stretches
+from app.core.pages import as_pages, destination_pages, pages_for
 from app.core.rooms import RoomTable
-from app.core.slots import Metadata, SlotRef
 from app.errors import (
     DeadlineExceeded,
     KvferryError,
@@ -28,102 +25,18 @@ from app.errors import (
     PeerFault,
     PeerRefused,
     RoomInUse,
+    TooManyRooms,
 )
 from app.service.context import NodeContext
-from app.service.jobs import Job, Request, TokenOut
-from app.service.sender import PageSender
+from app.service.jobs import Request
+from app.service.prefill_job import PrefillJob
 from app.service.tombstones import Tombstones
-from app.tiers.backup import Reservation
-from app.transfer.base import Batch, TransferEngine
-from app.transfer.context import ChunkContext
 from app.transfer.fifo import RoomFifos
-from app.transfer.messages import Abort, Accepted, Destination, Drained, Failed, RankSent
+from app.transfer.messages import Abort, Accepted, Destination, Drained, Failed
 
 log = structlog.get_logger(__name__)
 
 _REMEMBER = 1024
-
-
-@dataclass(eq=False, kw_only=True)
-class PrefillJob(Job):
-    destination: Destination | None = None
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when decode's pages are known."""
-    parked_at_s: float = 0.0
-    contexts: list[ChunkContext] = field(default_factory=list)
-    first: TokenOut | None = None
-    handover: Metadata | None = None
-    """What decode goes on from: the first token, and the draft's output beside it."""
-    compared: frozenset[int] = frozenset()
-    """Layers that decode has compared already."""
-    backup: Reservation | None = None
-    """Pages of L2 for what is computed."""
-    staging: SlotRef | None = None
-    """Where the metadata record lies until its write can no longer read it."""
-    metadata: Batch | None = None
-    given_up: bool = False
-    """By decode itself, which needs no word from here."""
-    proven: bool = False
-    """Nothing of the room can land any more. Stays False when its hold ended by its deadline."""
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(c.enqueued_bytes for c in self.contexts)
-
-    @property
-    def key(self) -> tuple[str, int] | None:
-        """Which use of the room this is: decode's instance and its slot's generation."""
-        return None if self.destination is None else (self.destination.instance, self.destination.generation)
-
-    def fail(self, reason: KvferryError) -> bool:
-        """As for every job; nothing more is submitted from here on, even while a forward still runs."""
-        if not super().fail(reason):
-            return False
-        for context in self.contexts:
-            context.drop(reason)
-        return True
-
-    def stop_reason(self) -> KvferryError | None:
-        """Why the forward should end: the room has failed, or a write has. Asked on the forward thread."""
-        faults = (context.fault for context in tuple(self.contexts))
-        return self.life.reason or next((fault for fault in faults if fault is not None), None)
-
-    def settled_at_s(self) -> float:
-        """Monotonic time before which a late landing of a retried write cannot be ruled out."""
-        metadata = 0.0 if self.metadata is None else self.metadata.settled_at_s
-        return max([metadata, *(c.settled_at_s() for c in self.contexts)])
-
-    def by_rank(self) -> tuple[RankSent, ...]:
-        """What each rank has sent, over all chunks; a rank that owns no page has sent nothing."""
-        positions: dict[int, list[PageArray]] = defaultdict(list)
-        for context in self.contexts:
-            for sender in context.destinations:
-                assert isinstance(sender, PageSender)
-                positions[sender.rank].append(sender.positions)
-        sent = self.landed_by_rank()
-        return tuple(
-            RankSent(
-                rank=rank, positions=stretches(np.concatenate(parts)), sent_bytes=sent.get(rank, (0, 0.0))[0]
-            )
-            for rank, parts in sorted(positions.items())
-        )
-
-    def landed_by_rank(self) -> dict[int, tuple[int, float]]:
-        """Bytes that each rank has sent, and when (monotonic) the last of them had landed."""
-        found: dict[int, tuple[int, float]] = {}
-        for context in self.contexts:
-            for to, batch in context.batches:
-                assert isinstance(to, PageSender)
-                sent_bytes, landed_s = found.get(to.rank, (0, 0.0))
-                found[to.rank] = sent_bytes + batch.total_bytes, max(landed_s, batch.finished_at_s)
-        return found
-
-    async def drained(self, engine: TransferEngine) -> None:
-        """Return when nothing of this room, its metadata included, can land any more."""
-        for context in self.contexts:
-            await context.drained()
-        if self.metadata is not None:
-            await engine.settle([self.metadata])
 
 
 class PrefillRooms:
@@ -178,6 +91,11 @@ class PrefillRooms:
         slots = peer.rank.slots_bytes // self.node.pool.slot_format.slot_bytes
         if message.slot >= slots:
             raise PageMismatch(f"metadata slot {message.slot} is not of the peer's {slots}", room=room)
+        possible = pages_for(self.node.engine.max_positions, self.node.page_size) + message.lookahead
+        if len(pages) > possible:
+            raise PageMismatch(
+                f"{len(pages)} pages, and no prompt of this model has over {possible}", room=room
+            )
         job = self.table.find(room)
         if job is not None and job.life.reason is not None:
             raise job.life.reason
@@ -185,11 +103,14 @@ class PrefillRooms:
             # the same word once more, late: never the pages of a later use of the number
             return Accepted(room=room, state=str(State.SUCCESS))
         if job is None:
+            self._require_share(message)
             job = self._park(room)
         elif job.destination == message:
             return Accepted(room=room, state=str(job.life.state))
         elif job.destination is not None or job.life.state is not State.BOOTSTRAPPING:
             raise RoomInUse(f"room {room} has its pages already", room=room)
+        else:
+            self._require_share(message)
         job.destination = message
         job.peer_url = peer.url
         if job.life.state is State.BOOTSTRAPPING:
@@ -201,6 +122,13 @@ class PrefillRooms:
             job.life.advance(Event.DESTINATION)
         job.wanted.set()
         return Accepted(room=room, state=str(job.life.state))
+
+    def _require_share(self, message: Destination) -> None:
+        """TooManyRooms when one peer takes more than its share."""
+        most = self.node.settings.limits.rooms_per_peer
+        theirs = (j for j in self.table if j.destination and j.destination.instance == message.instance)
+        if sum(1 for _ in theirs) >= most:
+            raise TooManyRooms(f"this peer has {most} rooms already (limits.rooms_per_peer)")
 
     def target(self, job: PrefillJob) -> PageArray:
         """Destination pages of the positions that decode lacks. PageMismatch when they do not fit."""
@@ -260,6 +188,13 @@ class PrefillRooms:
         for job in self.table:
             if job.life.state is State.PARKED and now_s - job.parked_at_s > limit:
                 job.fail(DeadlineExceeded(f"no request within {limit} s of decode's pages", room=job.room))
+                self.leave(job)
+
+    def end_parked(self, reason: KvferryError) -> None:
+        """End them all: their requests are refused from now on."""
+        for job in self.table:
+            if job.life.state is State.PARKED:
+                job.fail(type(reason)(reason.message, room=job.room))
                 self.leave(job)
 
     def leave(self, job: PrefillJob) -> None:

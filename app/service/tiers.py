@@ -100,6 +100,7 @@ def make_tiers(settings: NodeSettings, pools: Sequence[DevicePool], *, freed: Ca
             reuse=reuse,
             grid=grid,
             free_room=tier.l1_room,
+            eviction=cache.eviction,
         )
         return Tiers(cache=only)
     size = host_pages(
@@ -126,6 +127,7 @@ def make_tiers(settings: NodeSettings, pools: Sequence[DevicePool], *, freed: Ca
             post=_poster(asyncio.get_running_loop()),
             reuse=reuse,
             grid=grid,
+            eviction=cache.eviction,
             policy=tier.write_policy,
             selective_hits=tier.selective_hits,
             l1_room=tier.l1_room,

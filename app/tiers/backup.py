@@ -87,6 +87,8 @@ class BackupCounters:
     skipped: int = 0
     """Nodes for which L2 had no room, or whose parent is not there."""
     rolled_back: int = 0
+    dropped: int = 0
+    """Nodes that L1 gave up under write-back before L2 had them: no room, a failed copy, or a load."""
     fallbacks: int = 0
     """Reservations of which layers had to be copied without a layer's end."""
 
@@ -283,7 +285,7 @@ class Backups:
             return
         if of.error is not None and not of.settled:
             of.settled = True
-            self.host.release(self.tree.cancel(of.ticket).pages)
+            self.host.release(self.tree.cancel(of.ticket).pages, unwritten=True)
             self.counters.rolled_back += 1
         if of.settled:
             self.open.discard(of)

@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from app.core.ids import PageArray
-from app.core.prefix_tree import Inserted, Namespace
+from app.core.prefix_tree import DEFAULT_POLICY, Inserted, Namespace
+from app.core.prefix_tree import Policy as Eviction
 from app.errors import BadInput, ClientGone, IntegrityError
 from app.tiers.backup import Backups, ChunkBackup, Post, Reservation
 from app.tiers.copy_queue import CopyQueue
 from app.tiers.events import DeviceEvent
 from app.tiers.hicache_report import Flushed, Held, flushed, holds, report
 from app.tiers.l2 import HostTier
-from app.tiers.leases import NO_PAGES, Lease
+from app.tiers.leases import Lease
 from app.tiers.loadback import Loads
 from app.tiers.page_checks import PageChecks
 from app.tiers.prefix import PrefixCache, Tokens
@@ -51,6 +54,7 @@ class HiCache(PrefixCache):
         post: Post,
         reuse: bool = True,
         grid: int | None = None,
+        eviction: Eviction = DEFAULT_POLICY,
         policy: Policy = "write_through",
         selective_hits: int = 2,
         l1_room: float = 0.02,
@@ -70,6 +74,7 @@ class HiCache(PrefixCache):
             grid=grid,
             free_room=l1_room,
             l2_pages=copier.l2_pages,
+            eviction=eviction,
             clock=clock,
         )
         self.freed = freed
@@ -104,7 +109,7 @@ class HiCache(PrefixCache):
         self.writes = TierWrites(
             self.tree, self.lanes, self.host, self.backups, policy=policy, selective_hits=selective_hits
         )
-        self.reads = TierReads(self.tree, self.lanes, self.host, self.loads, self._take)
+        self.reads = TierReads(self.tree, self.lanes, self.host, self.loads, self._take_at_once)
         self.l2_hit_tokens = 0
         self.late: list[tuple[PageArray, tuple[Reservation, ...]]] = []
         """Pages of ended leases, and the backups that still read them."""
@@ -219,12 +224,20 @@ class HiCache(PrefixCache):
 
     def _drained(self) -> None:
         """Some reservation fell quiet: its pages may come back."""
+        back = self.writes.write_back
+        if back is not None:
+            back.settled()
+            if back.choosing:  # refused at once: nobody gets pages in the middle of a choice
+                self.backups.post(self._drained)
+                return
         late, self.late = self.late, []
         for pages, reading in late:
             if any(reservation.moving for reservation in reading):
                 self.late.append((pages, reading))
             else:
                 self._give_back(pages)
+        if back is not None:
+            self.evict_to_target()  # it had to wait for this
         self.freed()
 
     def _returned(self, pages: PageArray) -> None:
@@ -240,6 +253,17 @@ class HiCache(PrefixCache):
 
     # ------------------------------------------------------------------ room, purge, flush
 
+    def _evict(self, wanted: npt.NDArray[np.int64], *, at_once: bool = False) -> int:
+        """Under write-back only what is in L2 or cannot get there, unless `at_once`; `freed` tells of the rest."""
+        back = self.writes.write_back
+        if back is not None:
+            wanted = back.dropped(wanted) if at_once else back.ready(wanted)
+        return super()._evict(wanted)
+
+    def _take_at_once(self, owners: npt.NDArray[np.int8]) -> PageArray | None:
+        """For a load: its request is being looked up, and cannot wait until something was written back."""
+        return self._take(owners, partial(self._evict, at_once=True))
+
     def make_room(self) -> int:
         """Restore the free room of both tiers: for a task in the background. The pages that were evicted."""
         return self.evict_to_target() + self.host.evict_to_target()
@@ -252,11 +276,10 @@ class HiCache(PrefixCache):
         return flushed(self, len(gone.l1), len(gone.l2))
 
     def flush(self, *, l1_only: bool = False) -> Flushed:
+        l2 = 0 if l1_only else self.host.flush()  # first: it may refuse
         l1 = self.tree.evict(1, self.pages)
         self._returned(l1)
-        l2 = NO_PAGES if l1_only else self.tree.evict(2, self.host.pages)
-        self.host.release(l2)
-        return flushed(self, len(l1), len(l2))
+        return flushed(self, len(l1), l2)
 
     def holds(self) -> list[Held]:
         """What copies may still touch, oldest first."""

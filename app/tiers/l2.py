@@ -19,6 +19,7 @@ from app.tiers.page_checks import PageChecks
 from app.tiers.room import room_pages, shortfall
 
 _MARKS: dict[Source, int] = {"target": 1, "draft": 2}
+_SPOILED = 4
 
 
 class HostTier:
@@ -56,7 +57,11 @@ class HostTier:
 
     def evict(self, wanted: npt.NDArray[np.int64]) -> int:
         """Pages of L2 that nothing holds, by lane. The number of pages that became free."""
-        victims = self._tree.evict_owners(2, wanted) if wanted.any() else np.empty(0, np.int64)
+        if not wanted.any():
+            return 0
+        for node in self._tree.victims(2, wanted):
+            self._require_accounted(self._tree.node(node).l2_pages, f" of node {node}")
+        victims = self._tree.evict_owners(2, wanted)
         self.evicted_pages += len(victims)
         self.release(victims)
         return len(victims)
@@ -65,10 +70,22 @@ class HostTier:
         """Restore the free room of every lane."""
         return self.evict(shortfall(self.lanes, self.room))
 
-    def release(self, pages: PageArray) -> None:
-        """Pages that the tree no longer holds."""
+    def flush(self) -> int:
+        """Evict all that nothing holds."""
+        before = self.evicted_pages
+        gone = self.evict(np.full(self.lanes.lanes, self.lanes.pages, dtype=np.int64))
+        self.evicted_pages = before  # nobody was short of them
+        return gone
+
+    def release(self, pages: PageArray, *, unwritten: bool = False) -> None:
+        """Pages that the tree no longer holds; `unwritten`: of a copy that has come to nothing.
+
+        IntegrityError, before anything is freed, for a page of which target or draft is unaccounted for.
+        """
         if not len(pages):
             return
+        if not unwritten:
+            self._require_accounted(pages)
         self.lanes.release(pages)
         self._marks[pages] = 0
         if self.checks is not None:
@@ -80,7 +97,7 @@ class HostTier:
 
     def spoil(self, pages: Sequence[int]) -> None:
         """The bytes are not what was written: these pages are no hit any more, until they are evicted."""
-        self._marks[list(pages)] = 0
+        self._marks[list(pages)] |= _SPOILED
 
     def sound(self, pages: PageArray) -> bool:
         """Whether target and draft of all these pages can be read."""
@@ -91,11 +108,22 @@ class HostTier:
         wrong = np.flatnonzero(self._marks[pages] != self._sound)
         if len(wrong):
             page = int(pages[wrong[0]])
-            held = [name for name, bit in _MARKS.items() if self._marks[page] & bit]
+            held = "other bytes than were written" if self._marks[page] & _SPOILED else self._held(page)
             raise IntegrityError(
-                f"page {page} of node {node} holds only {held or 'nothing'} in L2",
+                f"page {page} of node {node} holds {held} in L2", rank=page // self.lanes.pages, node=node
+            )
+
+    def _held(self, page: int) -> str:
+        return f"only {[name for name, bit in _MARKS.items() if self._marks[page] & bit] or 'nothing'}"
+
+    def _require_accounted(self, pages: PageArray, of: str = "") -> None:
+        """IntegrityError unless the marks say that all of each page was written, whatever became of it."""
+        wrong = np.flatnonzero(self._marks[pages] & self._sound != self._sound)
+        if len(wrong):
+            page = int(pages[wrong[0]])
+            raise IntegrityError(
+                f"page {page}{of} is given up in L2 with {self._held(page)} written",
                 rank=page // self.lanes.pages,
-                node=node,
             )
 
     def check_integrity(self) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from app.core.ids import PageArray
 from app.core.lanes import OwnerLanes
 from app.core.owners import plan_owners
-from app.core.prefix_tree import Inserted, Namespace, PrefixTree
+from app.core.prefix_tree import DEFAULT_POLICY, Inserted, Namespace, Policy, PrefixTree
 from app.errors import BadInput, IntegrityError, PageMismatch
 from app.tiers.hicache_report import Flushed, flushed
 from app.tiers.leases import NO_PAGES, Lease
@@ -28,6 +28,8 @@ from app.tiers.room import room_pages, shortfall
 __all__ = ["Lease", "PrefixCache"]
 
 Tokens = npt.NDArray[np.int64]
+Evict = Callable[[npt.NDArray[np.int64]], int]
+"""Evicts pages by lane; how many became free."""
 
 
 class PrefixCache:
@@ -47,14 +49,20 @@ class PrefixCache:
         grid: int | None = None,
         free_room: float = 0.0,
         l2_pages: int = 0,
+        eviction: Policy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_size = page_size
         self.ranks = ranks
         self.lanes = OwnerLanes(ranks, pages)
         self.tree = PrefixTree(
-            page_size=page_size, l1_pages=pages * ranks, l2_pages=l2_pages * ranks, lanes=ranks
+            page_size=page_size,
+            l1_pages=pages * ranks,
+            l2_pages=l2_pages * ranks,
+            lanes=ranks,
+            policy=eviction,
         )
+        self.eviction = eviction
         self.room = room_pages(self.lanes, free_room)
         self.clock = clock
         self.reuse = reuse
@@ -128,10 +136,10 @@ class PrefixCache:
         """`count` pages, shared out among the ranks; evicts once for lanes in deficit. None: no change."""
         return self._take(plan_owners(count, self.ranks, self._roomiest()))
 
-    def _take(self, owners: npt.NDArray[np.int8]) -> PageArray | None:
+    def _take(self, owners: npt.NDArray[np.int8], evict: Evict | None = None) -> PageArray | None:
         """A page of each owner's lane, or None; lanes in deficit are served by an eviction, once."""
-        pages = self.lanes.alloc_pages_with_owners(owners)
-        if pages is None and self.reuse and self._evict(shortfall(self.lanes, self.room, owners)):
+        pages, evict = self.lanes.alloc_pages_with_owners(owners), evict or self._evict
+        if pages is None and self.reuse and evict(shortfall(self.lanes, self.room, owners)):
             pages = self.lanes.alloc_pages_with_owners(owners)
         return pages
 

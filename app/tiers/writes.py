@@ -2,7 +2,7 @@
 
     write_through             with the forward that computes them: reserved before it, copied at its layer ends
     write_through_selective   after they were used so many times
-    write_back                when L1 has to evict them; refused, see below
+    write_back                when L1 has to evict them (write_back.py)
 
 A child is never backed up before its parent, and what L2 has no room for is left out.
 """
@@ -24,11 +24,11 @@ from app.tiers.events import DeviceEvent
 from app.tiers.l2 import HostTier
 from app.tiers.paths import nodes_to
 from app.tiers.prefix import Tokens
+from app.tiers.write_back import WriteBack
 
 log = structlog.get_logger(__name__)
 
 Policy = Literal["write_through", "write_through_selective", "write_back"]
-POLICY_KEY: Final = "hicache.write_policy"
 HITS_KEY: Final = "hicache.selective_hits"
 
 
@@ -45,9 +45,6 @@ class TierWrites:
         policy: Policy = "write_through",
         selective_hits: int = 2,
     ) -> None:
-        """SettingsError for a policy that the tree cannot serve: it does not name a victim before it is gone."""
-        if policy == "write_back":
-            raise SettingsError(f"{POLICY_KEY} (write_back): L1 cannot tell what it is about to evict")
         if selective_hits < 1:
             raise SettingsError(f"{HITS_KEY} ({selective_hits}): one use is the least")
         self.policy = policy
@@ -57,6 +54,7 @@ class TierWrites:
         self._host = host
         self._backups = backups
         self._uses = np.zeros(lanes.lanes * lanes.pages, dtype=np.int32)
+        self.write_back = WriteBack(tree, lanes, backups, self.back_up) if policy == "write_back" else None
 
     def reserve(self, space: Namespace, key: Tokens, pages: PageArray) -> Reservation | None:
         """Pages of L2 and a pending node for what an insert of `key` will add. None when that is nothing.
@@ -85,7 +83,7 @@ class TierWrites:
             made = self._tree.reserve(space, key, first, l2, owners, acks=self._backups.acks)
         except BadInput as error:
             # what lies above is in L1 alone, below something that is not: it cannot be backed up from here
-            self._host.release(l2)
+            self._host.release(l2, unwritten=True)
             self._skip(error.message, len(l1))
             return None
         return self._backups.begin(made.ticket, first, l1, l2)
@@ -115,6 +113,8 @@ class TierWrites:
 
     def used(self, node: int, pages: PageArray) -> None:
         """A request has found `pages`, which end at or in the pinned `node`."""
+        if self.write_back is not None:
+            self.write_back.forget(pages)
         if self.policy != "write_through_selective" or not node:
             return
         self._uses[pages] += 1
@@ -131,6 +131,8 @@ class TierWrites:
     def forget(self, pages: PageArray) -> None:
         """Pages of L1 that hold something else from now on."""
         self._uses[pages] = 0
+        if self.write_back is not None:
+            self.write_back.forget(pages)
 
     def _skip(self, reason: str, pages: int) -> None:
         self._backups.counters.skipped += 1

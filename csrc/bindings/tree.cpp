@@ -124,6 +124,14 @@ void bind_tree(nb::module_& m) {
           },
           "tier"_a, "wanted"_a)
       .def(
+          "victims",
+          [](SharedTree& self, int tier, nb::handle wanted) {
+            const Tier from = tier_of(tier);
+            const auto lanes = int64s(wanted, "pages by lane");
+            return locked(self, true, [&](PrefixTree& t) { return t.victims(from, lanes.values); });
+          },
+          "tier"_a, "wanted"_a)
+      .def(
           "clear",
           [](SharedTree& self, const Namespace& space) {
             return locked(self, true, [&](PrefixTree& t) { return t.clear(space); });

@@ -1,6 +1,7 @@
 // The policies that need no statistics: lru, slru, s3fifo.
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "kvferry/errors.hpp"
 #include "kvferry/policy.hpp"
@@ -64,11 +65,36 @@ class S3Fifo final : public Policy {
       }
       withdraw(node);
       Node::Standing& s = standing(node);
+      if (rehearsing_) {
+        moved_.push_back({node, s.since, s.seen, s.queue});
+      }
       s.seen = node->use.uses - (s.queue == 0 ? 0 : credit(node) - 1);
       s.queue = 1;
       s.since = std::max(clock_.now << kLaps, last_ + 1);
       last_ = s.since;
       offer(node);
+    }
+  }
+  void rehearse() override {
+    rehearsing_ = true;
+    last_before_ = last_;
+  }
+  void recall() override {
+    rehearsing_ = false;
+    last_ = last_before_;
+    for (; !moved_.empty(); moved_.pop_back()) {
+      const auto& [node, since, seen, queue] = moved_.back();
+      Node::Standing& s = standing(node);
+      const bool offered = s.offered;
+      if (offered) {
+        withdraw(node);
+      }
+      s.since = since;
+      s.seen = seen;
+      s.queue = queue;
+      if (offered) {
+        offer(node);
+      }
     }
   }
   std::pair<std::int64_t, std::uint64_t> rank(const Node* node) const override {
@@ -87,8 +113,16 @@ class S3Fifo final : public Policy {
   Place place(const Node* node) const override {
     return {standing(node).queue, standing(node).since};
   }
+  struct Moved {
+    Node* node;
+    std::uint64_t since;
+    std::uint32_t seen;
+    std::uint8_t queue;
+  };
   const Clock& clock_;
-  std::uint64_t last_ = 0;
+  std::uint64_t last_ = 0, last_before_ = 0;
+  bool rehearsing_ = false;
+  std::vector<Moved> moved_;
 };
 
 }  // namespace

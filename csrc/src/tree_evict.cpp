@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <queue>
 #include <tuple>
+#include <unordered_set>
+#include <utility>
 
 #include "kvferry/errors.hpp"
 #include "kvferry/tree.hpp"
@@ -30,7 +32,7 @@ struct PrefixTree::Demand {
 
 // How many leading pages of the node can stay: those behind them meet the demand, or these are of no use to it.
 std::size_t PrefixTree::surplus(const Node* node, const Demand& demand) const {
-  const std::size_t count = node->page_count();
+  const std::size_t count = node->owners.size();
   if (demand.lanes.empty()) {
     return count - std::min(count, static_cast<std::size_t>(std::max<std::int64_t>(demand.pages, 0)));
   }
@@ -79,54 +81,37 @@ void PrefixTree::drop(Node* node, Tier tier, std::size_t keep, std::vector<std::
   settle(node, tier);
 }
 
-std::vector<std::int64_t> PrefixTree::evict(Tier tier, std::int64_t pages) {
-  if (pages < 0) {
-    throw BadInput("cannot evict " + std::to_string(pages) + " pages");
-  }
-  std::vector<std::int64_t> out;
+// The order of an eviction: go(node, keep) takes the pages of a node from `keep` on out of the tier.
+template <typename Go>
+void PrefixTree::choose(Tier tier, Demand demand, Go&& go) {
   Policy& policy = *policies_[at(tier)];
-  out.reserve(static_cast<std::size_t>(std::min(pages, evictable_pages_[at(tier)])));
-  Demand demand;
-  while ((demand.pages = pages - static_cast<std::int64_t>(out.size())) > 0) {
-    Node* node = policy.victim();
-    if (node == nullptr) {
-      break;
-    }
-    drop(node, tier, surplus(node, demand), out);
-  }
-  return out;
-}
-
-std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const std::int64_t> wanted) {
-  if (wanted.size() != static_cast<std::size_t>(shape_.lanes)) {
-    throw BadInput(std::to_string(wanted.size()) + " numbers for " + std::to_string(shape_.lanes) + " lanes");
-  }
-  for (std::int64_t pages : wanted) {
-    if (pages < 0) {
-      throw BadInput("cannot evict " + std::to_string(pages) + " pages of a lane");
-    }
-  }
-  if (shape_.lanes == 1) {
-    return evict(tier, wanted.front());
-  }
-  std::vector<std::int64_t> out;
-  Demand demand;
-  demand.lanes.assign(wanted.begin(), wanted.end());
-  const auto evict_node = [&](Node* node) {
-    const std::size_t keep = surplus(node, demand);
-    if (keep == node->page_count()) {
-      return;
-    }
-    for (std::size_t i = keep; i < node->page_count(); ++i) {
+  const auto take_from = [&](Node* node, std::size_t keep) {
+    for (std::size_t i = keep; i < node->owners.size(); ++i) {
       demand.receive(node->owners[i]);
     }
-    drop(node, tier, keep, out);
+    go(node, keep);
+  };
+  if (demand.lanes.empty()) {
+    while (!demand.met()) {
+      Node* node = policy.victim();
+      if (node == nullptr) {
+        break;
+      }
+      take_from(node, surplus(node, demand));
+    }
+    return;
+  }
+  const auto evict_node = [&](Node* node) {
+    const std::size_t keep = surplus(node, demand);
+    if (keep < node->owners.size()) {
+      take_from(node, keep);
+    }
   };
   using Turn = std::tuple<std::pair<std::int64_t, std::uint64_t>, std::uint32_t, Node*>;
   std::priority_queue<Turn, std::vector<Turn>, std::greater<>> turns;
-  const auto queue_up = [&](Node* node) { turns.emplace(policies_[at(tier)]->rank(node), node->slot, node); };
+  const auto queue_up = [&](Node* node) { turns.emplace(policy.rank(node), node->slot, node); };
   // first what costs nobody else: nodes that hold pages of these lanes and have no child in the tier
-  policies_[at(tier)]->each([&](Node* node) {
+  policy.each([&](Node* node) {
     if (demand.wants(node)) {
       queue_up(node);
     }
@@ -143,7 +128,7 @@ std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const st
   // then nodes that stand on such pages, in the order of what is below them, with all of it
   turns = {};
   if (!demand.met()) {
-    policies_[at(tier)]->each(queue_up);
+    policy.each(queue_up);
   }
   while (!turns.empty() && !demand.met()) {
     Node* node = std::get<Node*>(turns.top());  // gone meanwhile: it has no pages then
@@ -163,10 +148,7 @@ std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const st
       }
     }
     for (std::size_t i = below.size(); i-- > 1;) {
-      for (std::int8_t owner : below[i]->owners) {
-        demand.receive(owner);
-      }
-      drop(below[i], tier, 0, out);
+      take_from(below[i], 0);
     }
     Node* parent = node->parent;
     if (!demand.met()) {
@@ -175,6 +157,89 @@ std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const st
     if (parent->standing[at(tier)].offered) {
       queue_up(parent);
     }
+  }
+}
+
+PrefixTree::Demand PrefixTree::demand_of(std::span<const std::int64_t> wanted) const {
+  if (wanted.size() != static_cast<std::size_t>(shape_.lanes)) {
+    throw BadInput(std::to_string(wanted.size()) + " numbers for " + std::to_string(shape_.lanes) + " lanes");
+  }
+  for (std::int64_t pages : wanted) {
+    if (pages < 0) {
+      throw BadInput("cannot evict " + std::to_string(pages) + " pages of a lane");
+    }
+  }
+  Demand demand;
+  if (shape_.lanes == 1) {
+    demand.pages = wanted.front();
+  } else {
+    demand.lanes.assign(wanted.begin(), wanted.end());
+  }
+  return demand;
+}
+
+std::vector<std::int64_t> PrefixTree::evict(Tier tier, std::int64_t pages) {
+  if (pages < 0) {
+    throw BadInput("cannot evict " + std::to_string(pages) + " pages");
+  }
+  std::vector<std::int64_t> out;
+  out.reserve(static_cast<std::size_t>(std::min(pages, evictable_pages_[at(tier)])));
+  Demand demand;
+  demand.pages = pages;
+  choose(tier, std::move(demand), [&](Node* node, std::size_t keep) { drop(node, tier, keep, out); });
+  return out;
+}
+
+std::vector<std::int64_t> PrefixTree::evict_owners(Tier tier, std::span<const std::int64_t> wanted) {
+  std::vector<std::int64_t> out;
+  choose(tier, demand_of(wanted), [&](Node* node, std::size_t keep) { drop(node, tier, keep, out); });
+  return out;
+}
+
+// A rehearsal: what an eviction would drop is set aside, so that the order goes on behind it, and put back.
+std::vector<std::int64_t> PrefixTree::victims(Tier tier, std::span<const std::int64_t> wanted) {
+  struct Aside {
+    Node* node;
+    std::vector<std::int64_t> pages;
+    std::vector<std::int8_t> owners;  // of a node that loses a part
+  };
+  Demand demand = demand_of(wanted);
+  std::vector<std::int64_t> out;
+  std::vector<Aside> aside;
+  std::unordered_set<const Node*> seen;
+  Policy& policy = *policies_[at(tier)];
+  policy.rehearse();
+  choose(tier, std::move(demand), [&](Node* node, std::size_t keep) {
+    if (seen.insert(node).second) {
+      out.push_back(node->id());
+    }
+    withdraw(node, tier);
+    auto& pages = node->pages[at(tier)];
+    if (keep > 0) {
+      aside.push_back({node, pages, node->owners});
+      pages.resize(keep);
+      node->owners.resize(keep);
+      settle(node, tier);
+      return;
+    }
+    aside.push_back({node, std::move(pages), {}});
+    pages.clear();
+    settle(node, tier);
+    --node->parent->children_with[at(tier)];
+    settle(node->parent, tier);
+  });
+  policy.recall();
+  for (; !aside.empty(); aside.pop_back()) {
+    auto& [node, pages, owners] = aside.back();
+    withdraw(node, tier);
+    node->pages[at(tier)] = std::move(pages);
+    if (!owners.empty()) {
+      node->owners = std::move(owners);
+    } else {
+      ++node->parent->children_with[at(tier)];
+      settle(node->parent, tier);
+    }
+    settle(node, tier);
   }
   return out;
 }

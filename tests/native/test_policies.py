@@ -178,3 +178,33 @@ def test_a_purge_forgets_pages_and_keeps_the_order_whole(track: Any) -> None:
     pool.tree.insert(other, prompt(9), np.array(pool.free[:1]))
     pool.free[:1] = pool.tree.clear(other).l1.tolist()
     assert [pool.tree.evict(1, 1).tolist() for _ in range(3)] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_victims_are_named_before_they_go(policy: Policy, track: Any) -> None:
+    """Child before parent, each once, as many as the pages that are asked for need; they are still there."""
+    pool = Pool(16, policy)
+    track(pool.tree)
+    whole = prompt(1, 8 * PAGE)
+    pool.serve(whole[: 4 * PAGE])
+    pool.serve(whole)
+    pinned = pool.tree.match(SPACE, whole[: 2 * PAGE], pin=True)
+    named = pool.tree.victims(1, [5])
+    assert [pool.tree.node(node).start for node in named] == [4 * PAGE, 2 * PAGE]
+    assert pool.tree.victims(1, [0]) == []
+    assert pool.tree.victims(1, [16]) == named
+    assert pool.tree.stats().l1_pages == 8
+    assert pool.tree.evict(1, 5).tolist() == [*range(4, 8), 3]
+    pool.tree.unpin(pinned.node)
+
+
+@pytest.mark.parametrize(
+    ("tier", "wanted", "says"),
+    [(3, [1], "tier 3"), (1, [1, 1], "2 numbers for 1 lanes"), (2, [-1], "-1 pages")],
+)
+def test_a_wrong_demand_names_no_victims(tier: Any, wanted: list[int], says: str, track: Any) -> None:
+    """Another tier, a number for a lane that is none, and less than nothing are BadInput."""
+    pool = Pool(4, "lru")
+    track(pool.tree)
+    with pytest.raises(BadInput, match=says):
+        pool.tree.victims(tier, wanted)

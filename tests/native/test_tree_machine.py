@@ -58,6 +58,7 @@ class TreeMachine(RuleBasedStateMachine):
             l2_policy=l2_policy,
         )
         self.models = {name: TreeModel(PAGE) for name in SPACES}
+        self.policies = {1: l1_policy, 2: l2_policy}
         self.free = {1: list(range(POOL)), 2: list(range(POOL))}
         self.pins: list[tuple[str, int, Hold]] = []
         self.copies: list[tuple[str, int, int, Hold]] = []  # the numbers: ticket, acknowledgements missing
@@ -295,7 +296,16 @@ class TreeMachine(RuleBasedStateMachine):
             (e.l1 if tier == 1 else e.l2): e.owner for m in self.models.values() for e in m.entries.values()
         }
         may_go = set[int]().union(*(model.evictable(tier) for model in self.models.values()))
+        named = self.tree.victims(tier, wanted)  # type: ignore[arg-type]
+        assert self.tree.victims(tier, wanted) == named  # type: ignore[arg-type]
+        infos = [self.tree.node(node) for node in named]
+        self.tree.check_integrity()
         gone = self.tree.evict_owners(tier, wanted).tolist()  # type: ignore[arg-type]
+        place = {
+            int(page): i for i, info in enumerate(infos) for page in (info.l1_pages, info.l2_pages)[tier - 1]
+        }
+        if self.policies[tier] != "s3fifo":  # it orders what came at one time by the node's place in memory
+            assert list(dict.fromkeys(place[page] for page in gone)) == list(range(len(named)))
         assert len(gone) == len(set(gone))
         assert sum(wanted) > 0 or not gone
         for lane, pages in enumerate(wanted):

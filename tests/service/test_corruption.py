@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,8 +49,11 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Real models take longer than toys, and half a gigabyte each, which the collector does not see."""
     monkeypatch.setattr(inprocess, "WITHIN_S", 120.0)
+    yield
+    gc.collect()
 
 
 def prompt_for(model: str) -> list[int]:

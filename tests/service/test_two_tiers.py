@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from app.errors import ClientGone, Corruption
+from app.service.caches import cache_report
 from tests.support.harness import PAGE, Cluster, eventually, prompt_of
 
 CHUNK = 4 * PAGE
+PRESSURE = ["write_through", "write_through_selective", "write_back"]
+"""Write policies, over an L1 that is much smaller than what comes again."""
 
 
 def sides(
@@ -81,11 +84,13 @@ async def test_a_prefix_comes_back_from_the_host(cluster: Cluster, model: str, r
 
 @pytest.mark.contract(47, 51)
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("kind", ["off", "l1", "l2", "pressure"])
+@pytest.mark.parametrize("kind", ["off", "l1", "l2", *PRESSURE])
 async def test_conversations_are_the_same_with_every_cache(cluster: Cluster, kind: str, ranks: int) -> None:
     """Turns and shared beginnings give the local run's bits with no cache, with L1, with both, and under pressure."""
-    pages = 24 if kind == "pressure" else 64
-    await cluster.start(*sides("l2" if kind == "pressure" else kind, ranks=ranks, pages=pages))
+    if kind in PRESSURE:
+        await cluster.start(*sides(ranks=ranks, pages=24, write_policy=kind, selective_hits=1))
+    else:
+        await cluster.start(*sides(kind, ranks=ranks))
     for prompt in conversations(seed=ranks):
         await cluster.serve(prompt, new_tokens=5)
         await settled(cluster)
@@ -93,16 +98,17 @@ async def test_conversations_are_the_same_with_every_cache(cluster: Cluster, kin
     evicted = [node.context.cache.evicted_pages for node in cluster.nodes]
     hits = [node.context.cache.hit_tokens for node in cluster.nodes]
     assert all(hits) is (kind != "off")
-    if kind == "pressure":
+    if kind in PRESSURE:
         assert all(evicted)
         assert all(node.context.tiers.hicache.l2_hit_tokens for node in cluster.nodes)  # type: ignore[union-attr]
 
 
 @pytest.mark.case("A7", "A10")
 @pytest.mark.parametrize("ranks", [1, 4])
-async def test_random_aborts_lose_nothing(cluster: Cluster, ranks: int) -> None:
+@pytest.mark.parametrize("policy", PRESSURE)
+async def test_random_aborts_lose_nothing(cluster: Cluster, policy: str, ranks: int) -> None:
     """Requests that are given up at random layers, under pressure: the others are right and all comes back."""
-    await cluster.start(*sides(ranks=ranks, pages=24))
+    await cluster.start(*sides(ranks=ranks, pages=24, write_policy=policy, selective_hits=1))
     draws = random.Random(5)
     brake = cluster.brake(cluster.prefill)
     for number, prompt in enumerate(conversations(seed=3, turns=4)):
@@ -189,4 +195,16 @@ async def test_a_write_through_is_there_after_the_forward(cluster: Cluster) -> N
     report = hicache.report()
     assert report["l2"]["resident_pages"] == 10
     assert report["backups"]["fallbacks"] == 0
+    await cluster.free()
+
+
+@pytest.mark.parametrize("kind", ["l1", "l2"])
+async def test_how_the_tiers_evict_and_write_is_shown(cluster: Cluster, kind: str) -> None:
+    """The settings of a node reach its cache, and the report says which they are."""
+    prefill, decode = sides(kind, **({"write_policy": "write_back"} if kind == "l2" else {}))
+    prefill["cache"] = {**prefill["cache"], "eviction": "slru"}
+    await cluster.start(prefill, decode)
+    shown = [cache_report(node.context) for node in (cluster.prefill, cluster.decode)]
+    assert [report["eviction"] for report in shown] == ["slru", "lhd"]
+    assert [report["write_policy"] for report in shown] == ["write_back" if kind == "l2" else None] * 2
     await cluster.free()

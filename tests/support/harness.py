@@ -27,7 +27,8 @@ from app.service.context import NodeContext
 from app.service.decode_rooms import DecodeJob, DecodeRooms
 from app.service.jobs import Job, Request
 from app.service.node import Node
-from app.service.prefill_rooms import PrefillJob, PrefillRooms
+from app.service.prefill_job import PrefillJob
+from app.service.prefill_rooms import PrefillRooms
 from app.settings import NodeSettings, load_settings
 from app.tiers.device import DevicePool
 from app.transfer.base import Block

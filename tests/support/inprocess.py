@@ -7,7 +7,7 @@ import asyncio
 from app.errors import KvferryError
 from app.service.decode_rooms import DecodeJob
 from app.service.jobs import Job, Request, TokenOut
-from app.service.prefill_rooms import PrefillJob
+from app.service.prefill_job import PrefillJob
 
 WITHIN_S = 10.0
 """Bound of every wait in these tests: generous, since the machine may be busy."""

@@ -412,13 +412,8 @@ def test_a_node_is_backed_up_after_so_many_uses() -> None:
             assert rig.cache.tree.stats().l2_pages == (0 if uses == 1 else 4)
 
 
-def test_write_back_is_refused() -> None:
-    """A policy that cannot be served is an error at start, with the setting's name."""
-    with (
-        pytest.raises(SettingsError, match=r"hicache.write_policy \(write_back\)"),
-        cache_rig(policy="write_back"),
-    ):
-        pass
+def test_less_than_one_use_is_refused() -> None:
+    """A number of uses that no page can be below is an error at start, with the setting's name."""
     with pytest.raises(SettingsError, match=r"hicache.selective_hits \(0\)"), cache_rig(selective_hits=0):
         pass
 

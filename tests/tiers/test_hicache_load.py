@@ -361,8 +361,7 @@ def test_a_node_without_its_draft_is_no_hit() -> None:
         prompt = in_l2(rig, 32)
         path = nodes_to(rig.cache.tree, rig.cache.tree.match(PLAIN, np.array(prompt)).node)
         host, last = rig.cache.host, path[1]
-        host.spoil(last.l2_pages.tolist())
-        host.written(last.l2_pages, "target")
+        host._marks[last.l2_pages] = 1  # the target's
         lease = rig.find(prompt)
         assert len(lease.prefix) == 4
         rig.settle()
@@ -372,6 +371,35 @@ def test_a_node_without_its_draft_is_no_hit() -> None:
         ) as raised:
             host.require_sound(last.l2_pages, last.id)
         assert raised.value.rank == int(last.l2_pages[0]) // host.lanes.pages
+        host.written(last.l2_pages, "draft")
+
+
+@pytest.mark.contract(49)
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_page_without_its_drafts_mark_is_not_given_up(flush: bool) -> None:
+    """Of one page in L2 the draft is unaccounted for: making room raises with its place, and changes nothing."""
+    with cache_rig(l2_pages=8) as rig:
+        rig.serve(tokens(16))
+        rig.serve(tokens(16, salt=1))
+        host, tree = rig.cache.host, rig.cache.tree
+        last = tree.node(tree.match(PLAIN, np.array(tokens(16))).node)
+        page = int(last.l2_pages[-1])
+        host._marks[page] = 1  # the target's
+        make_room = rig.cache.flush if flush else lambda: host.evict(np.array([8]))
+        marks, counts = host._marks.copy(), (rig.cache.free_pages, host.lanes.free_pages)
+        with pytest.raises(
+            IntegrityError, match=rf"page {page} of node {last.id} .* only \['target'\] written"
+        ) as raised:
+            make_room()
+        assert raised.value.rank == 0
+        assert (rig.cache.free_pages, host.lanes.free_pages) == counts
+        assert (tree.stats().l1_pages, tree.stats().l2_pages) == (8, 8)
+        assert np.array_equal(host._marks, marks)
+        assert len(host.checks or ()) == 8
+        with pytest.raises(IntegrityError, match=rf"page {page} "):
+            host.release(last.l2_pages)
+        assert host.lanes.free_pages == 0
+        host.written(last.l2_pages, "draft")
 
 
 @pytest.mark.contract(50)

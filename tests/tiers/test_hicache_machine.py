@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from app.core.prefix_tree import Namespace
+from app.core.prefix_tree import POLICIES, Namespace, Policy
 from app.errors import KvferryError, TransferFailed
 from app.tiers.copy_faults import CopyFault
 from app.tiers.copy_queue import CopyQueue
@@ -71,11 +71,12 @@ class TieredCache(RuleBasedStateMachine):
     @initialize(
         ranks=st.sampled_from([1, 2]),
         draft=st.booleans(),
-        policy=st.sampled_from(["write_through", "write_through", "write_through_selective"]),
+        policy=st.sampled_from(["write_through", "write_back", "write_through_selective"]),
+        eviction=st.sampled_from(POLICIES),
         room=st.sampled_from([0.0, 0.2]),
         grid=st.sampled_from([PAGE, 2 * PAGE]),
     )
-    def open(self, ranks: int, draft: bool, policy: str, room: float, grid: int) -> None:
+    def open(self, ranks: int, draft: bool, policy: str, eviction: Policy, room: float, grid: int) -> None:
         self.rig: CacheRig = self.stack.enter_context(
             cache_rig(
                 ranks=ranks,
@@ -83,6 +84,7 @@ class TieredCache(RuleBasedStateMachine):
                 l2_pages=20 // ranks,
                 draft=draft,
                 policy=policy,
+                eviction=eviction,
                 l1_room=room,
                 l2_room=room,
                 grid=grid,
@@ -266,6 +268,18 @@ class TieredCache(RuleBasedStateMachine):
             self.rig.now[0] += 100
             self.rig.cache.give_up(60)
 
+    def all_can_be_had(self) -> None:
+        """Who waits for all pages of L1 gets them as soon as the copies that began meanwhile have ended."""
+        cache = self.rig.cache
+        for _ in range(cache.pages):
+            pages = cache.allocate(cache.pages)
+            if pages is not None:
+                cache.release(pages)
+                return
+            assert cache.backups.open
+            self.settle(lost=True)
+        pytest.fail(f"{cache.pages} pages cannot be had")
+
     def moving(self, queue: CopyQueue) -> bool:
         return queue.moving != self.engine.lost["backup" if queue is self.rig.backups else "load"]
 
@@ -291,6 +305,7 @@ class TieredCache(RuleBasedStateMachine):
             for live in list(self.live):
                 self.close(live)
             self.settle(lost=True)
+            self.all_can_be_had()
             for queue in (self.rig.backups, self.rig.loads):
                 queue.close()  # what was lost has landed: its words come too late, and are ignored
             self.rig.loop.run()

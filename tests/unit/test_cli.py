@@ -29,6 +29,7 @@ def test_config_prints_the_effective_settings(capsys: pytest.CaptureFixture[str]
         "pages": 300,
         "dtype": "auto",
         "reuse": "page",
+        "eviction": "lhd",
         "slots": 64,
     }
     assert set(shown) >= {"http", "auth", "model", "prefill", "transfer", "deadlines", "limits", "log"}

@@ -30,6 +30,9 @@ class Policy {
   void offer(Node* node);
   void withdraw(Node* node);
   virtual Node* victim() = 0;  // the next to go of those offered; null: there is none
+  // Between the two, victim() and whoever withdraws and offers only try out; recall() takes back what victim() moved.
+  virtual void rehearse() {}
+  virtual void recall() {}
   // The same order for nodes that are compared one by one, offered or not: the smaller goes first.
   virtual std::pair<std::int64_t, std::uint64_t> rank(const Node* node) const = 0;
 

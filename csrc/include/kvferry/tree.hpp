@@ -121,6 +121,8 @@ class PrefixTree {
   // evictable nodes have them.
   std::vector<std::int64_t> evict(Tier tier, std::int64_t pages);
   std::vector<std::int64_t> evict_owners(Tier tier, std::span<const std::int64_t> wanted);
+  // The nodes that evict_owners would take pages of, in its order. Nothing has changed when it returns.
+  std::vector<std::int64_t> victims(Tier tier, std::span<const std::int64_t> wanted);
   Freed clear(const Namespace& space);
 
   NodeInfo node(std::int64_t id) const;
@@ -198,6 +200,9 @@ class PrefixTree {
 
   void drop(Node* node, Tier tier, std::size_t keep, std::vector<std::int64_t>& out);
   std::size_t surplus(const Node* node, const Demand& demand) const;
+  Demand demand_of(std::span<const std::int64_t> wanted) const;
+  template <typename Go>
+  void choose(Tier tier, Demand demand, Go&& go);
 
   void check_node(const Node* node) const;
   void check_children(const Node* node) const;
