@@ -205,7 +205,7 @@ class DecodeRooms:
 
     async def failed(self, room: RoomId, message: Failed) -> Told:
         """The prefill leg has failed: so has this one, with the same reason."""
-        job = self._mine(room, message.instance)
+        job = self._mine(room, message.instance, message.generation)
         problem = {"type": f"urn:kvferry:problem:{message.slug}", "detail": message.reason, "room": room}
         return Told(room=room, accepted=job.fail(error_from_problem(502, problem, job.peer_url)))
 

@@ -46,6 +46,8 @@ class PrefillRooms:
         self.fifos = RoomFifos()
         self.tombstones = Tombstones(node.settings.deadlines.tombstone_s)
         self._served: deque[tuple[str, int]] = deque(maxlen=_REMEMBER)
+        self._over: deque[tuple[str, int]] = deque(maxlen=_REMEMBER)
+        """Uses of a room that have been given up: a tombstone goes by the number alone, and ends sooner."""
         self._unproven: deque[RoomId] = deque(maxlen=_REMEMBER)
 
     # ------------------------------------------------------------------ coming
@@ -102,6 +104,9 @@ class PrefillRooms:
         if (message.instance, message.generation) in self._served:
             # the same word once more, late: never the pages of a later use of the number
             return Accepted(room=room, state=str(State.SUCCESS))
+        if (message.instance, message.generation) in self._over:
+            # decode has let go of these pages: a request that comes under the number must not fill them
+            raise PeerAborted("this use of the room has been given up", room=room)
         if job is None:
             self._require_share(message)
             job = self._park(room)
@@ -163,6 +168,8 @@ class PrefillRooms:
         """Give a room up; returns when nothing of it is in flight, or says that it could not be proven."""
         reason = PeerAborted(message.reason, room=room)
         key = (message.instance or "", message.generation)
+        if message.generation:
+            self._over.append(key)
         job = self.table.find(room)
         if job is None:
             if key not in self._served:
@@ -203,6 +210,8 @@ class PrefillRooms:
         reason = job.life.reason
         if reason is not None:
             self.tombstones.set(job.room, reason)
+            if job.key is not None:
+                self._over.append(job.key)
             if job.destination is not None and not job.given_up:
                 self.node.spawn(self._tell_failed(job, reason), f"failed {job.room}")
         elif job.key is not None:
@@ -241,7 +250,13 @@ class PrefillRooms:
 
     async def _tell_failed(self, job: PrefillJob, reason: KvferryError) -> None:
         """Tell decode promptly that its other leg has failed."""
-        message = Failed(instance=self.node.instance, slug=reason.slug, reason=reason.message[:2000])
+        assert job.destination is not None
+        message = Failed(
+            instance=self.node.instance,
+            generation=job.destination.generation,
+            slug=reason.slug,
+            reason=reason.message[:2000],
+        )
         url = f"{job.peer_url}/v1/peer/rooms/{job.room}/failed"
         try:
             await self.node.client.send(

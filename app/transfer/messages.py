@@ -168,6 +168,8 @@ class Failed(Message):
     """POST /v1/peer/rooms/{room}/failed: the other leg has failed."""
 
     instance: Instance
+    generation: Annotated[int, Field(ge=1, lt=2**63)]
+    """Of the slot that was named for the room: a late word must not fail the next use of the number."""
     slug: Annotated[str, Field(max_length=64)]
     reason: Reason
 

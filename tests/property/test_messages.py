@@ -61,7 +61,7 @@ GOOD: list[Message] = [
         ),
         digests=(1, 2**64 - 1),
     ),
-    Failed(instance="p" * 32, slug="deadline", reason="too late"),
+    Failed(instance="p" * 32, generation=8, slug="deadline", reason="too late"),
     Abort(instance="d" * 32, reason="the client has gone"),
     Introduction(
         instance="p" * 32,

@@ -10,7 +10,7 @@ from app.core.lifecycle import State
 from app.errors import ClientGone, InvalidRequest, PeerAborted
 from app.transfer.base import Status
 from app.transfer.fake import Fault
-from app.transfer.messages import Abort, Complete, Failed, RankSent
+from app.transfer.messages import Abort, Complete, Destination, Failed, RankSent
 from tests.support.faults import MessageFault
 from tests.support.harness import Cluster, Legs, eventually, prompt_of
 
@@ -39,7 +39,7 @@ async def test_the_first_outcome_stays(cluster: Cluster) -> None:
     await cluster.free()
     assert legs.decode.life.state == State.FAILED
     assert legs.decode.life.reason.message == "the first reason"
-    failure = Failed(instance=cluster.prefill.instance, slug="transfer-failed", reason="late")
+    failure = Failed(instance=cluster.prefill.instance, generation=1, slug="transfer-failed", reason="late")
     assert await cluster.post(cluster.decode, f"{path}/failed", failure) == (404, "unknown-room")
     assert len(cluster.decode.rooms()) == 0
     assert cluster.decode.ended_rooms()[-1]["error"]["reason"] == "the first reason"
@@ -54,7 +54,7 @@ async def test_notices_for_foreign_rooms_change_nothing(cluster: Cluster) -> Non
     await cluster.free()
     nothing = RankSent(rank=0, positions=(), sent_bytes=0)
     complete = Complete(instance=cluster.prefill.instance, generation=1, sent_bytes=0, ranks=(nothing,))
-    failed = Failed(instance=cluster.prefill.instance, slug="internal", reason="x")
+    failed = Failed(instance=cluster.prefill.instance, generation=1, slug="internal", reason="x")
     abort = Abort(instance=cluster.decode.instance, generation=1, reason="x")
     for _ in range(2):
         path = f"/v1/peer/rooms/{legs.room}"
@@ -175,4 +175,50 @@ async def test_late_words_of_an_earlier_use_of_a_room(cluster: Cluster) -> None:
     assert (await cluster.post(cluster.prefill, path, abort))[0] == 200
     brake.release()
     await cluster.expect_local(again)
+    await cluster.free()
+
+
+@pytest.mark.contract(125)
+@pytest.mark.parametrize("how", ["abort", "failure"])
+async def test_a_use_that_was_given_up_never_gets_its_pages_back(cluster: Cluster, how: str) -> None:
+    """A repeated announcement comes after the tombstone: the pages that it names may be another room's by now."""
+    await cluster.start({"deadlines": {"tombstone_s": 0.05}})
+    cluster.writer.hold()
+    legs = cluster.start_both(prompt_of(40))
+    await eventually(cluster.writer.in_flight)
+    announced = cluster.wire.sent("destine", legs.room)[0].message
+    assert isinstance(announced, Destination)
+    if how == "abort":
+        legs.decode.fail(InvalidRequest("given up"))
+    else:
+        legs.prefill.fail(InvalidRequest("failed here"))
+    cluster.writer.let_go()
+    await legs.answered()
+    await cluster.free()
+    await asyncio.sleep(0.1)
+    path = f"/v1/peer/rooms/{legs.room}"
+    assert await cluster.post(cluster.prefill, path, announced, method="PUT") == (502, "peer-aborted")
+    assert len(cluster.prefill.rooms()) == 0
+
+
+@pytest.mark.case("B2")
+async def test_a_late_failure_leaves_the_next_use_alone(cluster: Cluster) -> None:
+    """A failure of an earlier use of the number, by its generation, is refused: the room goes on."""
+    await cluster.start()
+    first = await cluster.serve(prompt_of(20), room=77)
+    await cluster.free()
+    cluster.writer.hold()
+    legs = cluster.start_both(prompt_of(40), room=77)
+    await eventually(cluster.writer.in_flight)
+    late = Failed(
+        instance=cluster.prefill.instance,
+        generation=first.decode.generation,
+        slug="transfer-failed",
+        reason="late",
+    )
+    path = f"/v1/peer/rooms/{legs.room}/failed"
+    status, problem = await cluster.post(cluster.decode, path, late)
+    assert (status, problem) == (502, "peer-refused")
+    cluster.writer.let_go()
+    await cluster.expect_local(legs)
     await cluster.free()
