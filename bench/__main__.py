@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -28,66 +29,39 @@ class Benchmark:
     run: Callable[[Sequence[str]], Report]
 
 
-def _transfer(flags: Sequence[str]) -> Report:
-    from bench.transfer import options, run
+def _in(module: str) -> Callable[[Sequence[str]], Report]:
+    """A module's benchmark, imported when it runs: it has `options(flags)` and `run(chosen, progress)`."""
 
-    chosen = options(flags)
-    with progress_bars(Console(stderr=True)) as progress:
-        return run(chosen, progress)
+    def run(flags: Sequence[str]) -> Report:
+        found = import_module(module)
+        chosen = found.options(flags)
+        with progress_bars(Console(stderr=True)) as progress:
+            report: Report = found.run(chosen, progress)
+        return report
 
-
-def _core(flags: Sequence[str]) -> Report:
-    from bench.core import options, run
-
-    chosen = options(flags)
-    with progress_bars(Console(stderr=True)) as progress:
-        return run(chosen, progress)
-
-
-def _cp(flags: Sequence[str]) -> Report:
-    from bench.cp import options, run
-
-    chosen = options(flags)
-    with progress_bars(Console(stderr=True)) as progress:
-        return run(chosen, progress)
-
-
-def _replay(flags: Sequence[str]) -> Report:
-    from bench.replay import options, run
-
-    chosen = options(flags)
-    with progress_bars(Console(stderr=True)) as progress:
-        return run(chosen, progress)
-
-
-def _hicache(flags: Sequence[str]) -> Report:
-    from bench.hicache import options, run
-
-    chosen = options(flags)
-    with progress_bars(Console(stderr=True)) as progress:
-        return run(chosen, progress)
+    return run
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "core": Benchmark(
         summary="allocators, prefix tree, page plans and page copies against their peers",
-        run=_core,
+        run=_in("bench.core"),
     ),
     "cp": Benchmark(
         summary="what context parallelism with one shared copy costs and moves",
-        run=_cp,
+        run=_in("bench.cp"),
     ),
     "replay": Benchmark(
         summary="a trace of requests through tree, allocators and eviction, against LRU and a bound",
-        run=_replay,
+        run=_in("bench.replay"),
     ),
     "hicache": Benchmark(
         summary="first tokens of cached prefixes, the price of backups, loads behind the forward",
-        run=_hicache,
+        run=_in("bench.hicache"),
     ),
     "transfer": Benchmark(
         summary="exposed transfer time, goodput against a plain socket, resident memory of the nodes",
-        run=_transfer,
+        run=_in("bench.transfer"),
     ),
 }
 
