@@ -85,12 +85,12 @@ void ReuseHistory::tick() {
 
 std::uint32_t ReuseHistory::use(std::uint64_t hash) {
   std::uint32_t uses = 0;
-  for (std::uint32_t index = heads_[bucket(hash)]; index != kNone; index = entries_[index].next) {
-    const Entry& e = entries_[index];
+  for (std::uint32_t* place = &heads_[bucket(hash)]; *place != kNone; place = &entries_[*place].next) {
+    const Entry& e = entries_[*place];
     if (e.hash == hash) {
       uses_[cell(e)] += 1;
       uses = static_cast<std::uint32_t>(class_of(e.uses + 1U));
-      forget(index);
+      forget(place);
       break;
     }
   }
@@ -109,11 +109,15 @@ std::uint32_t ReuseHistory::use(std::uint64_t hash) {
 }
 
 void ReuseHistory::forget(std::uint32_t index) {
-  Entry& e = entries_[index];
-  std::uint32_t* place = &heads_[bucket(e.hash)];
+  std::uint32_t* place = &heads_[bucket(entries_[index].hash)];
   while (*place != index) {
     place = &entries_[*place].next;
   }
+  forget(place);
+}
+
+void ReuseHistory::forget(std::uint32_t* place) {
+  Entry& e = entries_[*place];
   *place = e.next;
   move(cell(e), -1);
   e.live = false;

@@ -38,32 +38,41 @@ void PrefixTree::cut_behind(Step& step, std::size_t keys) {
   }
 }
 
-// Tells the history that the first `pages` of a node are used, and `visit` what it knows of those that it samples.
+// Calls `visit` with each of the first `pages` of a node that the history samples.
 template <typename Visit>
-void PrefixTree::remember(const Node* node, std::size_t first_page, std::size_t pages, Visit&& visit) {
+void PrefixTree::sample(const Node* node, std::size_t first_page, std::size_t pages, Visit&& visit) const {
   const std::size_t grain = history_->grain(), first = grain - 1 - first_page % grain;
   for (std::size_t i = first; i < pages; i += grain) {
-    history_->prefetch(node->chains[i]);
-  }
-  for (std::size_t i = first; i < pages; i += grain) {
     if (history_->sampled(node->chains[i])) {
-      visit(i, history_->use(node->chains[i]));
+      visit(i, node->chains[i]);
     }
   }
 }
 
-// One hash of a page names the whole prompt up to it, so that a page for each grain of 512 tokens says enough.
+// One hash of a page names the whole prompt up to it, so that a page for each grain of 512 tokens says enough. The
+// history is asked for all of them in three rounds: each finds in the cache what the one before it has asked for.
 void PrefixTree::touch(const Walk& walk) {
   tick();
   if (!walk.steps.empty()) {
     cut_behind(walk.steps.back(), walk.steps.back().keys);
   }
+  if (history_ != nullptr) {
+    sampled_.clear();
+    for (const Step& step : walk.steps) {
+      sample(step.node, step.start / shape_.page_size, pages_for(step.keys), [this](std::size_t, std::uint64_t hash) {
+        history_->prefetch_head(hash);
+        sampled_.push_back(hash);
+      });
+    }
+    for (const std::uint64_t hash : sampled_) {
+      history_->prefetch_entry(hash);
+    }
+    for (const std::uint64_t hash : sampled_) {
+      history_->use(hash);
+    }
+  }
   for (const Step& step : walk.steps) {
     Node* node = step.node;
-    const std::size_t pages = pages_for(step.keys);
-    if (history_ != nullptr) {
-      remember(node, step.start / shape_.page_size, pages, [](std::size_t, std::uint32_t) {});
-    }
     node->use.last = clock_.now;
     ++node->use.uses;
     for (Tier tier : kBothTiers) {
@@ -91,7 +100,8 @@ void PrefixTree::arrive(Node* node, std::size_t first_page) {
     return;
   }
   bool first = true;
-  remember(node, first_page, node->page_count(), [&](std::size_t page, std::uint32_t uses) {
+  sample(node, first_page, node->page_count(), [&](std::size_t page, std::uint64_t hash) {
+    const std::uint32_t uses = history_->use(hash);
     if (first || page <= node->page_count() / 2) {
       node->use.uses = uses;
     }

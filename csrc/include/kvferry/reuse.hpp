@@ -42,8 +42,15 @@ class ReuseHistory {
   std::size_t grain() const { return grain_; }
   bool sampled(std::uint64_t hash) const { return (hash >> 40 & sample_mask_) == 0; }
 
-  // Before several calls of use(): they find what they need in the cache.
-  void prefetch(std::uint64_t hash) const { __builtin_prefetch(&heads_[bucket(hash)], 1); }
+  // Before several calls of use(), the first of these for all of them, then the second: they find what they need
+  // in the cache. One use alone waits for three lines of memory, one after the other.
+  void prefetch_head(std::uint64_t hash) const { __builtin_prefetch(&heads_[bucket(hash)], 1); }
+  void prefetch_entry(std::uint64_t hash) const {
+    const std::uint32_t first = heads_[bucket(hash)];
+    if (first != kNone) {
+      __builtin_prefetch(&entries_[first], 1);
+    }
+  }
 
   // Time has moved on.
   void tick();
@@ -73,6 +80,7 @@ class ReuseHistory {
   void expose(std::size_t cell);  // up to now
   void move(std::size_t cell, int by);
   void forget(std::uint32_t index);
+  void forget(std::uint32_t* place);  // what a head or an entry leads to
   void learn();
 
   const Clock& clock_;

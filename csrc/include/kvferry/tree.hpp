@@ -185,7 +185,7 @@ class PrefixTree {
   void release(Node* node);
   void touch(const Walk& walk);  // one use of every page that the walk found
   template <typename Visit>
-  void remember(const Node* node, std::size_t first_page, std::size_t pages, Visit&& visit);
+  void sample(const Node* node, std::size_t first_page, std::size_t pages, Visit&& visit) const;
   void cut_behind(Step& step, std::size_t keys);
   void tick();
   void refresh(Node* node);                         // used as part of an insert: newer, but not once more
@@ -221,7 +221,8 @@ class PrefixTree {
   std::unordered_map<std::int64_t, Ticket> tickets_;
   std::int64_t last_ticket_ = 0;
   std::int64_t pins_ = 0;
-  mutable std::vector<Step> steps_;  // of the last walk, kept for its memory
+  mutable std::vector<Step> steps_;     // of the last walk, kept for its memory
+  std::vector<std::uint64_t> sampled_;  // of the last touch, likewise
 };
 
 }  // namespace kvferry
