@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 # forwards of tests and demonstration share their cores with nodes: sleep instead of spinning
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: model setup demo test matrix check bench sanitize clean
+.PHONY: model setup demo test matrix chaos check bench sanitize clean
 
 setup:
 	@PYTHON=$(PYTHON) scripts/setup.sh
@@ -26,9 +26,13 @@ matrix: setup
 	@$(RUN) -m app prepare smollm2
 	@MATRIX=full $(RUN) -m pytest tests/e2e/test_matrix.py
 
+# faults of every kind on four nodes behind the router (at most 20 minutes); SEED picks another plan
+chaos: setup
+	@$(RUN) -m chaos $(if $(SEED),--seed $(SEED)) $(FLAGS)
+
 check: setup
-	@$(VENV)/bin/ruff check app tests bench demo formal
-	@$(VENV)/bin/ruff format --check app tests bench demo formal
+	@$(VENV)/bin/ruff check app tests bench chaos demo formal
+	@$(VENV)/bin/ruff format --check app tests bench chaos demo formal
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
 

@@ -10,7 +10,7 @@ import asyncio
 import errno
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -120,15 +120,23 @@ class _Stop:
             self._server.should_exit = True
 
 
-def serve(settings: NodeSettings) -> int:
+MakeNode = Callable[[NodeSettings, str], Node]
+"""A node for these settings that publishes this url."""
+
+
+def _node(settings: NodeSettings, url: str) -> Node:
+    return Node(settings, url=url)
+
+
+def serve(settings: NodeSettings, make: MakeNode = _node) -> int:
     """Run a node until it is told to stop; the process's exit status."""
     configure_logging(level=settings.log.level, style=settings.log.format)
     listener, moved = bind(settings.http)
-    return uvloop.run(_serve(settings, listener, moved))
+    return uvloop.run(_serve(settings, listener, moved, make))
 
 
-async def _serve(settings: NodeSettings, listener: socket.socket, moved: bool) -> int:
-    node = Node(settings, url=published_url(settings.http, listener))
+async def _serve(settings: NodeSettings, listener: socket.socket, moved: bool, make: MakeNode) -> int:
+    node = make(settings, published_url(settings.http, listener))
     if moved:
         node.counters["port_moved"] += 1
         log.warning("http.port_moved", wished=settings.http.port, url=node.url)

@@ -21,6 +21,8 @@ class Tombstones:
         self._stones: OrderedDict[RoomId, tuple[float, KvferryError]] = OrderedDict()
 
     def __len__(self) -> int:
+        """Those that still count: an idle node has none, although nothing has swept them."""
+        self.sweep()
         return len(self._stones)
 
     def set(self, room: RoomId, reason: KvferryError) -> None:

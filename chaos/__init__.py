@@ -1,0 +1,1 @@
+"""A campaign of faults over a whole deployment: `python -m chaos`."""
