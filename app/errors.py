@@ -128,6 +128,13 @@ class PeerFault(KvferryError):
     slug = "peer-fault"
 
 
+class LeaseExpired(PeerFault):
+    """Decode has not said for too long that it still wants what prefill writes."""
+
+    status = 504
+    slug = "lease-expired"
+
+
 class PeerUnavailable(PeerFault):
     status = 503
     slug = "peer-unavailable"

@@ -172,6 +172,12 @@ class DeadlineSettings(Section):
     decode_s: Seconds = Field(600.0, description="decode: all steps of one request")
     drain_s: Seconds = Field(20.0, description="waiting for a drain acknowledgement")
     quarantine_s: Seconds = Field(45.0, description="pages whose writer was not proven idle")
+    heartbeat_s: Seconds = Field(1.0, description="between two questions to a peer with shared rooms")
+    heartbeat_misses: int = Field(3, ge=1, le=100, description="unanswered in a row: its rooms fail")
+    lease_s: Seconds = Field(
+        4.0, description="prefill writes while decode has confirmed the room for so long"
+    )
+    breaker_open_s: Seconds = Field(5.0, description="how long a peer that did not answer is not tried")
     tombstone_s: Seconds = Field(30.0, description="how long an aborted room is remembered")
     shutdown_s: Seconds = Field(15.0, description="what live rooms get to finish after SIGTERM")
 

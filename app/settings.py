@@ -126,11 +126,16 @@ class NodeSettings(BaseSettings):
                 f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive the engine's own timeout "
                 f"(3 x transfer.progress_timeout_s = {self.transfer.progress_timeout_s * 3})"
             )
-        longest_s = self.transfer.deadline_s + self.transfer.late_landing_s
+        longest_s = self.deadlines.lease_s + self.transfer.deadline_s + self.transfer.late_landing_s
         if self.deadlines.quarantine_s <= longest_s:
             raise ValueError(
-                f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive a write: transfer.deadline_s "
-                f"and transfer.late_landing_s are {longest_s:g} together"
+                f"deadlines.quarantine_s ({self.deadlines.quarantine_s}) must outlive a write: deadlines.lease_s, "
+                f"transfer.deadline_s and transfer.late_landing_s are {longest_s:g} together"
+            )
+        if self.deadlines.lease_s <= 2 * self.deadlines.heartbeat_s:
+            raise ValueError(
+                f"deadlines.lease_s ({self.deadlines.lease_s:g}) must outlive two heartbeats, or one lost answer "
+                f"ends a room: deadlines.heartbeat_s is {self.deadlines.heartbeat_s:g}"
             )
         self._guarded()
         if _is_any(self.http.host) and not self.http.advertise:

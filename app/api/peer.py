@@ -8,16 +8,19 @@ from app.api.problems import RoomInPath
 from app.core.rooms import parse_room
 from app.errors import InvalidRequest, NotReady
 from app.service.decode import DecodeService
+from app.service.heartbeats import answer
 from app.service.node import Node
 from app.service.prefill import PrefillService
 from app.transfer.messages import (
     Abort,
     Accepted,
     Ahead,
+    Alive,
     Complete,
     Destination,
     Drained,
     Failed,
+    Heartbeat,
     Introduction,
     Told,
 )
@@ -41,6 +44,12 @@ def peer_router(node: Node) -> APIRouter:
     @router.post("/handshake", summary="Exchange fingerprints, endpoints and capabilities")
     async def handshake(message: Introduction) -> Introduction:
         return node.context.peers.welcome(message)
+
+    @router.post("/heartbeat", summary="Whether this node is there, and which rooms it has given up")
+    async def heartbeat(message: Heartbeat) -> Alive:
+        if node.decode is not None:
+            return node.decode.rooms.heartbeat(message)
+        return answer(node.context, message, ())
 
     @router.put("/rooms/{room}", status_code=202, summary="Decode names the pages of a prompt")
     async def destine(room: RoomInPath, message: Destination) -> Accepted:

@@ -31,6 +31,7 @@ from app.tiers.events import EventBridge
 from app.transfer import mooncake
 from app.transfer.base import EngineDriver, Region
 from app.transfer.blocks import BufferLayout, Layouts
+from app.transfer.breaker import Breakers
 from app.transfer.client import ControlClient, HttpControlClient
 from app.transfer.engine import Engine as WindowedEngine
 from app.transfer.engine import Limits
@@ -110,6 +111,9 @@ async def build(
         peers=Peers(introduction, lambda: layouts[0], control, transfers, timeout_s=handshake_s),
         spawn=spawn,
         digest_thread=ThreadPoolExecutor(1, thread_name_prefix="kvferry-digest"),
+        breakers=Breakers(
+            failures=settings.deadlines.heartbeat_misses, pause_s=settings.deadlines.breaker_open_s
+        ),
         diagnostics=Diagnostics(settings.diagnostics, pools, tiers.cache.lanes),
     )
     return Parts(context, text, fingerprint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from app.tiers.events import EventBridge
 from app.tiers.prefix import PrefixCache
 from app.transfer.base import TransferEngine
 from app.transfer.blocks import Layouts
+from app.transfer.breaker import Breakers
 from app.transfer.client import ControlClient
 from app.transfer.peers import Peers
 from app.transfer.statistics import TransferStatistics
@@ -59,7 +61,10 @@ class NodeContext:
     """Run a coroutine as a task that the node owns."""
     digest_thread: ThreadPoolExecutor
     diagnostics: Diagnostics
+    breakers: Breakers
     statistics: TransferStatistics = field(default_factory=TransferStatistics)
+    late: Counter[str] = field(default_factory=Counter)
+    """Messages that came too late, by their kind and why they were dropped."""
 
     @property
     def page_size(self) -> int:

@@ -33,6 +33,7 @@ from app.errors import (
 from app.service.context import NodeContext
 from app.service.decode_rooms import DecodeJob, DecodeRooms
 from app.service.handover import handover_of
+from app.service.heartbeats import Heartbeats
 from app.service.jobs import Job, Request, TokenOut
 from app.transfer.messages import Destination
 from app.transfer.peers import Peer
@@ -63,6 +64,7 @@ class DecodeService:
     def __init__(self, node: NodeContext) -> None:
         self.node = node
         self.rooms = DecodeRooms(node)
+        self.heartbeats = Heartbeats(node, self.rooms.table, other="prefill")
 
     async def run(self, job: DecodeJob) -> None:
         """Serve an entered room to its end; tokens go to the job's output. Never raises."""
@@ -90,7 +92,8 @@ class DecodeService:
     async def _serve(self, job: DecodeJob, request: Request) -> None:
         self._check(request)
         limits = self.node.settings.deadlines
-        job.peer = await self.node.peers.meet(request.bootstrap_url)
+        with self.node.breakers.attempt(request.bootstrap_url):
+            job.peer = await self.node.peers.meet(request.bootstrap_url)
         await self._take_pages(job, request)
         job.slot = self.node.slots.take(job.room)
         if job.slot is None:
@@ -144,11 +147,11 @@ class DecodeService:
     async def _take_pages(self, job: DecodeJob, request: Request) -> None:
         """The lease: what is here of the prompt, and pages for the rest of it and for the answer."""
         node = self.node
-        space = node.space(request.salt)
-        job.lease = lease = node.cache.find(space, request.prompt, most=len(request.prompt))
-        rows = len(request.prompt) + request.max_new_tokens
+        space, total, queue_s = node.space(request.salt), len(request.prompt), node.settings.deadlines.queue_s
+        job.lease = lease = await node.gate.find(space, request.prompt, most=total, timeout_s=queue_s)
+        rows = total + request.max_new_tokens
         missing = pages_for(rows, node.page_size) - len(lease.prefix)
-        lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
+        lease.own = await node.gate.take(missing, timeout_s=queue_s)
         job.pages = lease.pages
         node.diagnostics.pages(job.pages)
         job.first_position = max(job.first_position, len(lease.prefix))

@@ -31,17 +31,16 @@ from app.errors import (
     UnknownRoom,
 )
 from app.service.context import NodeContext
+from app.service.heartbeats import answer
 from app.service.jobs import Job, Request, TokenOut
 from app.transfer.client import error_from_problem
-from app.transfer.messages import Abort, Ahead, Complete, Drained, Failed, Told
-from app.transfer.peers import Peer
+from app.transfer.messages import Abort, Ahead, Alive, Complete, Drained, Failed, Heartbeat, RoomUse, Told
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
 class DecodeJob(Job):
-    peer: Peer | None = None
     slot: SlotRef | None = None
     generation: int = 0
     """Of the slot, and known after the slot has gone: prefill may repeat its word."""
@@ -104,6 +103,25 @@ class DecodeRooms:
         raise full
 
     # ------------------------------------------------------------------ prefill's words
+
+    def heartbeat(self, message: Heartbeat) -> Alive:
+        """Which of a prefill's rooms are still wanted: what it asks before it writes."""
+        wanted = (
+            RoomUse(room=job.room, generation=job.generation)
+            for use in message.rooms
+            if (job := self.table.find(RoomId(use.room))) is not None
+            and job.generation
+            and job.life.reason is None
+            and job.peer is not None
+            and job.peer.instance == message.instance
+        )
+        # ended well: prefill may ask before it has read the answer to its last word, and must not fail
+        over = (
+            use
+            for use in message.rooms
+            if RoomId(use.room) not in self.table and self.table.succeeded(RoomId(use.room))
+        )
+        return answer(self.node, message, (*wanted, *over))
 
     async def ahead(self, room: RoomId, message: Ahead) -> Told:
         """Compare what has landed so far, while prefill still computes. Changes nothing once all is there."""
@@ -257,6 +275,9 @@ class DecodeRooms:
     ) -> None:
         answer = await tell_abort(self.node, job.peer_url, job.room, reason, generation=job.generation)
         if answer is not None and answer.drained:
+            if job.peer is not None and answer.instance not in (None, job.peer.instance):
+                # its process is gone; what it had sent may still be on its way through both kernels
+                await asyncio.sleep(self.node.settings.transfer.late_landing_s)
             release()
         else:
             log.warning("room.quarantined", room=job.room, peer=job.peer_url)

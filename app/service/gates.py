@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
 from app.core.ids import PageArray
-from app.errors import DeadlineExceeded, NoCapacity
+from app.core.prefix_tree import Namespace
+from app.errors import DeadlineExceeded, KvferryError, NoCapacity
+from app.tiers.hicache import HiCache
 from app.tiers.prefix import Lease, PrefixCache
 
 
@@ -21,6 +24,37 @@ class PageGate:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    async def find(self, space: Namespace, tokens: Sequence[int], *, most: int, timeout_s: float) -> Lease:
+        """What the cache has of a prompt. Waits where the room for a load has to be written back first.
+
+        After `timeout_s` the load has to do with the room that there is, or the hit is a miss.
+        """
+        cache = self.cache
+        if not isinstance(cache, HiCache):
+            return cache.find(space, tokens, most=most)
+        told: asyncio.Future[KvferryError | None] = asyncio.get_running_loop().create_future()
+
+        def later(error: KvferryError | None) -> None:
+            if not told.done():
+                told.set_result(error)
+
+        lease = cache.find(space, tokens, most=most, later=later)
+        if not lease.waits_for:
+            return lease
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.shield(told)
+            except TimeoutError:
+                cache.resume(lease)
+            error = told.result()
+            if error is not None:
+                raise error
+        except BaseException:
+            self.end(lease)
+            raise
+        return lease
 
     async def take(self, count: int, *, timeout_s: float) -> PageArray:
         """`count` pages. NoCapacity when they can never be had or the queue is full."""

@@ -18,6 +18,8 @@ from app.engine.sampling import Sampling
 from app.errors import DeadlineExceeded, KvferryError
 from app.obs.logging import log_once
 from app.tiers.prefix import Lease
+from app.transfer.messages import RoomUse
+from app.transfer.peers import Peer
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +66,14 @@ class Job:
     pages: PageArray | None = None
     """Its page table: reused pages, then its own."""
     peer_url: str = ""
+    peer: Peer | None = None
+    """The instance that runs the other leg, once it is known."""
+    given_up: bool = False
+    """By the other leg itself, which needs no word from here."""
+    confirmed_s: float = float("-inf")
+    """When (monotonic) the question was sent to which the other leg last said that it wants the room."""
+    confirmed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at each confirmation, and when the room fails."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request's outcome is known; pages may still be draining."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,7 +88,18 @@ class Job:
         reason.room = reason.room if reason.room is not None else self.room
         log_once(log, "room.failed", reason, room=self.room, peer=self.peer_url or None)
         self.scope.cancel()
+        self.confirmed.set()
         return True
+
+    @property
+    def use(self) -> RoomUse | None:
+        """What the other leg is asked about. None where it is only asked whether it is there."""
+        return None
+
+    def confirm(self, asked_s: float) -> None:
+        """The other leg wants the room, or did when it was asked."""
+        self.confirmed_s = max(self.confirmed_s, asked_s)
+        self.confirmed.set()
 
     @contextmanager
     def deadline(self, seconds: float, what: str) -> Iterator[None]:

@@ -21,6 +21,7 @@ from app.hosts import AllowedHosts, allowed_hosts
 from app.service.build import DriverFactory, build
 from app.service.context import NodeContext
 from app.service.decode import DecodeService
+from app.service.heartbeats import Heartbeats
 from app.service.jobs import Job
 from app.service.prefill import PrefillService
 from app.service.report import snapshot
@@ -64,6 +65,7 @@ class Node:
         self._fingerprint: Fingerprint | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._control: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
         self._text = text
         self.prefill: PrefillService | None = None
         self.decode: DecodeService | None = None
@@ -131,6 +133,7 @@ class Node:
         else:
             self.decode = DecodeService(self._context)
         self._control = asyncio.create_task(self._reap(self._context), name="kvferry-control")
+        self._beating = asyncio.create_task(self.heartbeats.run(), name="kvferry-heartbeats")
         log.info(
             "node.ready",
             role=settings.role,
@@ -207,8 +210,9 @@ class Node:
             job.fail(NotReady("the node is stopping", room=job.room))
         while self._tasks and time.monotonic() < deadline:
             await asyncio.wait(tuple(self._tasks), timeout=deadline - time.monotonic())
-        if self._control is not None:
-            self._control.cancel()
+        for loop in (self._control, self._beating):
+            if loop is not None:
+                loop.cancel()
         for _ in range(_ROUNDS):  # a room that is cancelled may start a task of its own for its drain
             for task in self._tasks:
                 task.cancel()
@@ -239,9 +243,18 @@ class Node:
             return self.start_error or "the node is starting"
         if self._control is None or self._control.done():
             return "the control task has died"
+        if self._beating is None or self._beating.done():
+            return "the task that asks peers has died"
         if self._context.forwards.stalled:
             return "a forward makes no progress"
         return None
+
+    @property
+    def heartbeats(self) -> Heartbeats[Any]:
+        service = self.prefill or self.decode
+        if service is None:
+            raise NotReady("the node is starting")
+        return service.heartbeats
 
     def table(self) -> RoomTable[Any]:
         """The rooms of this node's role."""

@@ -33,6 +33,7 @@ from app.errors import (
 from app.service.chunk_work import backup_of, senders_of
 from app.service.context import NodeContext
 from app.service.handover import metadata_of, send_metadata, tell_ahead, tell_complete
+from app.service.heartbeats import Heartbeats
 from app.service.jobs import Request, TokenOut
 from app.service.prefill_job import PrefillJob
 from app.service.prefill_rooms import PrefillRooms
@@ -51,6 +52,7 @@ class PrefillService:
     def __init__(self, node: NodeContext) -> None:
         self.node = node
         self.rooms = PrefillRooms(node)
+        self.heartbeats = Heartbeats(node, self.rooms.table, other="decode")
         settings = node.settings.transfer
         layers = node.engine.geometry.layers
         per_layer = settings.mode == "per_layer"
@@ -90,6 +92,8 @@ class PrefillService:
         target = self.rooms.target(job)
         assert job.destination is not None
         peer = self.node.peers.of(job.destination.instance)
+        # answered long before the first layers are through: no write waits for it
+        self.node.spawn(self.heartbeats.ask(peer, [job]), f"lease {job.room}")
         async with self.node.forwards.turn(timeout_s=limits.queue_s):
             # looked up when the turn has come, so that the prompt just before this one is found
             await self._take_pages(job, request)
@@ -110,9 +114,10 @@ class PrefillService:
         What is in L2 only is on its way to L1 from here on; pages of L2 are reserved for what will be new.
         """
         node, total = self.node, len(request.prompt)
-        job.lease = lease = node.cache.find(node.space(request.salt), request.prompt, most=total - 1)
+        space, queue_s = node.space(request.salt), node.settings.deadlines.queue_s
+        job.lease = lease = await node.gate.find(space, request.prompt, most=total - 1, timeout_s=queue_s)
         missing = pages_for(total, node.page_size) - len(lease.prefix)
-        lease.own = await node.gate.take(missing, timeout_s=node.settings.deadlines.queue_s)
+        lease.own = await node.gate.take(missing, timeout_s=queue_s)
         job.pages = lease.pages
         node.diagnostics.pages(job.pages)
         if node.tiers.hicache is not None and request.store:
@@ -160,6 +165,7 @@ class PrefillService:
                 destinations=senders_of(self.node, job, plan, peer, target),
                 event_wait=self.node.bridge.wait,
                 receivers=1,
+                permit=partial(self.heartbeats.permit, job),
             )
             job.contexts.append(self.rooms.fifos.register(context))
             registered.append((plan, context))
@@ -227,6 +233,7 @@ class PrefillService:
         longest_s = limits.deadline_s + limits.late_landing_s
         try:
             async with asyncio.timeout(longest_s):
+                await self.heartbeats.permit(job)
                 job.metadata = send_metadata(self.node, job, peer)
                 while await self.rooms.fifos.finish(job.room) or self.rooms.fifos.active(job.room):
                     pass

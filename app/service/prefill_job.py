@@ -17,7 +17,7 @@ from app.service.sender import PageSender
 from app.tiers.backup import Reservation
 from app.transfer.base import Batch, TransferEngine
 from app.transfer.context import ChunkContext
-from app.transfer.messages import Destination, RankSent
+from app.transfer.messages import Destination, RankSent, RoomUse
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,8 +37,6 @@ class PrefillJob(Job):
     staging: SlotRef | None = None
     """Where the metadata record lies until its write can no longer read it."""
     metadata: Batch | None = None
-    given_up: bool = False
-    """By decode itself, which needs no word from here."""
     proven: bool = False
     """Nothing of the room can land any more. Stays False when its hold ended by its deadline."""
 
@@ -50,6 +48,12 @@ class PrefillJob(Job):
     def key(self) -> tuple[str, int] | None:
         """Which use of the room this is: decode's instance and its slot's generation."""
         return None if self.destination is None else (self.destination.instance, self.destination.generation)
+
+    @property
+    def use(self) -> RoomUse | None:
+        if self.destination is None:
+            return None
+        return RoomUse(room=self.room, generation=self.destination.generation)
 
     def fail(self, reason: KvferryError) -> bool:
         """As for every job; nothing more is submitted from here on, even while a forward still runs."""

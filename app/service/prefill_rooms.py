@@ -117,7 +117,7 @@ class PrefillRooms:
         else:
             self._require_share(message)
         job.destination = message
-        job.peer_url = peer.url
+        job.peer, job.peer_url = peer, peer.url
         if job.life.state is State.BOOTSTRAPPING:
             try:
                 self.target(job)
@@ -174,10 +174,10 @@ class PrefillRooms:
         if job is None:
             if key not in self._served:
                 self.tombstones.set(room, reason)
-            return Drained(room=room, drained=room not in self._unproven, known=False)
+            return self._drained(room, proven=room not in self._unproven, known=False)
         if job.key != key and (key in self._served or (message.generation and job.key is not None)):
             # of an earlier use of the number, which had ended before this one could begin
-            return Drained(room=room, drained=True, known=False)
+            return self._drained(room, proven=True, known=False)
         if job.fail(reason):
             job.given_up = True
             if job.request is None:
@@ -186,8 +186,11 @@ class PrefillRooms:
             async with asyncio.timeout(self.node.settings.deadlines.drain_s):
                 await job.ended.wait()
         except TimeoutError:
-            return Drained(room=room, drained=False, known=True)
-        return Drained(room=room, drained=job.proven, known=True)
+            return self._drained(room, proven=False)
+        return self._drained(room, proven=job.proven)
+
+    def _drained(self, room: RoomId, *, proven: bool, known: bool = True) -> Drained:
+        return Drained(room=room, drained=proven, known=known, instance=self.node.instance)
 
     def expire_parked(self, now_s: float) -> None:
         """End the rooms whose request never came."""

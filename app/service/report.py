@@ -56,7 +56,15 @@ def snapshot(node: Node) -> dict[str, Any]:
         "transfer": context.transfer.statistics(),
         "transfer_ranks": [transfer.statistics() for transfer in context.transfers],
         "sent": context.statistics.snapshot(),
-        "peers": {"known": len(context.peers), "refused": context.peers.refused},
+        "peers": {
+            "known": len(context.peers),
+            "refused": context.peers.refused,
+            "circuits": context.breakers.snapshot(),
+            "circuits_opened": context.breakers.opened,
+            "refused_while_open": context.breakers.refused,
+        },
+        "heartbeats": node.heartbeats.snapshot(),
+        "late_messages": dict(context.late),
         "memory": {
             "rss_bytes": psutil.Process().memory_info().rss,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -88,7 +88,7 @@ class BackupCounters:
     """Nodes for which L2 had no room, or whose parent is not there."""
     rolled_back: int = 0
     dropped: int = 0
-    """Nodes that L1 gave up under write-back before L2 had them: no room, a failed copy, or a load."""
+    """Nodes that L1 gave up under write-back before L2 had them: no room there, or a failed copy."""
     fallbacks: int = 0
     """Reservations of which layers had to be copied without a layer's end."""
 

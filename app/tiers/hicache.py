@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import structlog
 from app.core.ids import PageArray
 from app.core.prefix_tree import DEFAULT_POLICY, Inserted, Namespace
 from app.core.prefix_tree import Policy as Eviction
-from app.errors import BadInput, ClientGone, IntegrityError
+from app.errors import BadInput, ClientGone, IntegrityError, KvferryError
 from app.tiers.backup import Backups, ChunkBackup, Post, Reservation
 from app.tiers.copy_queue import CopyQueue
 from app.tiers.events import DeviceEvent
@@ -37,6 +37,20 @@ from app.tiers.reads import TierReads
 from app.tiers.writes import Policy, TierWrites
 
 log = structlog.get_logger(__name__)
+
+Later = Callable[[KvferryError | None], None]
+"""Told once that a lease that had to wait has what there is for it, or why not."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Look:
+    """A look-up that may have to be made again."""
+
+    key: Tokens
+    most: int
+    after: Sequence[DeviceEvent]
+    start: bool
+    later: Later | None
 
 
 class HiCache(PrefixCache):
@@ -109,8 +123,12 @@ class HiCache(PrefixCache):
         self.writes = TierWrites(
             self.tree, self.lanes, self.host, self.backups, policy=policy, selective_hits=selective_hits
         )
-        self.reads = TierReads(self.tree, self.lanes, self.host, self.loads, self._take_at_once)
+        self.reads = TierReads(
+            self.tree, self.lanes, self.host, self.loads, self._take, self.writes.write_back
+        )
         self.l2_hit_tokens = 0
+        self.waiting: dict[Lease, _Look] = {}
+        """Leases whose load needs room that is being written back."""
         self.late: list[tuple[PageArray, tuple[Reservation, ...]]] = []
         """Pages of ended leases, and the backups that still read them."""
 
@@ -124,34 +142,62 @@ class HiCache(PrefixCache):
         most: int,
         after: Sequence[DeviceEvent] = (),
         start: bool = True,
+        later: Later | None = None,
     ) -> Lease:
         """A lease on what both tiers have of a prompt; what is in L2 only is on its way to L1 when it returns.
 
         `after` are events of whoever read the pages of L1 last. With `start=False` the loads of several prompts
-        wait for `start_loads`, and make one batch.
+        wait for `start_loads`, and make one batch. Under write-back the room for a load may be on its way to L2:
+        with `later` the lease then `waits_for` that, has no pages yet, and `later` is called when the load was
+        tried once more. Without it such a hit is a miss.
         """
         lease = self._open(space)
         if not self.reuse:
             return lease
         self.looked_up_tokens += len(tokens)
         key = np.asarray(tokens[: most + space.bigrams], dtype=np.int64)
+        look = _Look(key=key, most=most, after=after, start=start, later=later)
         try:
-            found = self.tree.match(space, key, floor=True, touch=False)
-            l1, usable = self._on_grid(min(found.l1_tokens, most)), self._on_grid(min(found.tokens, most))
-            if usable > l1:
-                usable = self._on_grid(min(usable, self.reads.sound(found.node)))
-            if usable > l1 and self.reads.load(lease, key, usable, after):
-                self.l2_hit_tokens += lease.l2_tokens
-                self.hit_tokens += usable - lease.l2_tokens
-                if start:
-                    self.start_loads()
-            else:
-                self._reuse(lease, key, l1)
-            self.writes.used(lease.node, lease.prefix)
+            self._look(lease, look, may_wait=later is not None)
         except BaseException:
             self.end(lease)
             raise
+        if lease.waits_for:
+            self.waiting[lease] = look
         return lease
+
+    def _look(self, lease: Lease, look: _Look, *, may_wait: bool) -> None:
+        assert lease.space is not None
+        key, most = look.key, look.most
+        found = self.tree.match(lease.space, key, floor=True, touch=False)
+        l1, usable = self._on_grid(min(found.l1_tokens, most)), self._on_grid(min(found.tokens, most))
+        if usable > l1:
+            usable = self._on_grid(min(usable, self.reads.sound(found.node)))
+        if usable > l1 and self.reads.load(lease, key, usable, look.after, may_wait=may_wait):
+            self.l2_hit_tokens += lease.l2_tokens
+            self.hit_tokens += usable - lease.l2_tokens
+            if look.start:
+                self.start_loads()
+        elif lease.waits_for:
+            return
+        else:
+            self._reuse(lease, key, l1)
+        self.writes.used(lease.node, lease.prefix)
+
+    def resume(self, lease: Lease) -> None:
+        """Try the load of a lease that waits once more, with the room that there is by now, and tell it."""
+        look = self.waiting.pop(lease, None)
+        if look is None:
+            return
+        assert look.later is not None
+        self.tree.unpin(lease.node)  # found again before anything else can happen to it
+        lease.node, lease.waits_for = 0, ()
+        try:
+            self._look(lease, look, may_wait=False)
+        except KvferryError as error:
+            look.later(error)
+        else:
+            look.later(None)
 
     def start_loads(self) -> None:
         """Send off what was found with `start=False`, as one batch."""
@@ -209,6 +255,7 @@ class HiCache(PrefixCache):
         """Let go of everything, once. Own pages that a backup still reads come back when it is quiet."""
         if lease.ended:
             raise BadInput("a lease was ended twice")
+        self.waiting.pop(lease, None)
         for reservation in lease.backups:
             if not reservation.complete:
                 self.backups.abort(reservation, ClientGone("its request ended before its forward"))
@@ -237,6 +284,9 @@ class HiCache(PrefixCache):
             else:
                 self._give_back(pages)
         if back is not None:
+            # whoever made this room needs it: before anybody else gets it
+            for lease in [one for one in self.waiting if all(of.settled for of in one.waits_for)]:
+                self.resume(lease)
             self.evict_to_target()  # it had to wait for this
         self.freed()
 
@@ -253,16 +303,10 @@ class HiCache(PrefixCache):
 
     # ------------------------------------------------------------------ room, purge, flush
 
-    def _evict(self, wanted: npt.NDArray[np.int64], *, at_once: bool = False) -> int:
-        """Under write-back only what is in L2 or cannot get there, unless `at_once`; `freed` tells of the rest."""
+    def _evict(self, wanted: npt.NDArray[np.int64]) -> int:
+        """Under write-back only what is in L2 or cannot get there; `freed` tells of the rest."""
         back = self.writes.write_back
-        if back is not None:
-            wanted = back.dropped(wanted) if at_once else back.ready(wanted)
-        return super()._evict(wanted)
-
-    def _take_at_once(self, owners: npt.NDArray[np.int8]) -> PageArray | None:
-        """For a load: its request is being looked up, and cannot wait until something was written back."""
-        return self._take(owners, partial(self._evict, at_once=True))
+        return super()._evict(wanted if back is None else back.ready(wanted))
 
     def make_room(self) -> int:
         """Restore the free room of both tiers: for a task in the background. The pages that were evicted."""

@@ -32,6 +32,8 @@ class Lease:
     since_s: float = 0.0
     l2_tokens: int = 0
     """Tokens of the prefix that were in L2 when it was found."""
+    waits_for: tuple[Reservation, ...] = ()
+    """Under write-back: copies that have to end before there is room for its load."""
     loads: list[Load] = field(default_factory=list)
     """Loads of the prefix: this request's own, and those of others that it joined."""
     backups: list[Reservation] = field(default_factory=list)

@@ -28,8 +28,6 @@ from app.tiers.room import room_pages, shortfall
 __all__ = ["Lease", "PrefixCache"]
 
 Tokens = npt.NDArray[np.int64]
-Evict = Callable[[npt.NDArray[np.int64]], int]
-"""Evicts pages by lane; how many became free."""
 
 
 class PrefixCache:
@@ -136,10 +134,10 @@ class PrefixCache:
         """`count` pages, shared out among the ranks; evicts once for lanes in deficit. None: no change."""
         return self._take(plan_owners(count, self.ranks, self._roomiest()))
 
-    def _take(self, owners: npt.NDArray[np.int8], evict: Evict | None = None) -> PageArray | None:
+    def _take(self, owners: npt.NDArray[np.int8]) -> PageArray | None:
         """A page of each owner's lane, or None; lanes in deficit are served by an eviction, once."""
-        pages, evict = self.lanes.alloc_pages_with_owners(owners), evict or self._evict
-        if pages is None and self.reuse and evict(shortfall(self.lanes, self.room, owners)):
+        pages = self.lanes.alloc_pages_with_owners(owners)
+        if pages is None and self.reuse and self._evict(shortfall(self.lanes, self.room, owners)):
             pages = self.lanes.alloc_pages_with_owners(owners)
         return pages
 

@@ -16,6 +16,8 @@ from app.tiers.leases import Lease
 from app.tiers.loadback import LoadPart, Loads
 from app.tiers.paths import nodes_to
 from app.tiers.prefix import Tokens
+from app.tiers.room import shortfall
+from app.tiers.write_back import WriteBack
 
 Take = Callable[[npt.NDArray[np.int8]], PageArray | None]
 """A page of L1 for each owner, from that owner's lane; evicts once where lanes are in deficit. None: no change."""
@@ -24,7 +26,16 @@ Take = Callable[[npt.NDArray[np.int8]], PageArray | None]
 class TierReads:
     """Turns a hit in L2 into pages of L1 that are being written."""
 
-    def __init__(self, tree: PrefixTree, lanes: OwnerLanes, host: HostTier, loads: Loads, take: Take) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        lanes: OwnerLanes,
+        host: HostTier,
+        loads: Loads,
+        take: Take,
+        back: WriteBack | None,
+    ) -> None:
+        self._back = back
         self._tree = tree
         self._lanes = lanes
         self._host = host
@@ -42,10 +53,13 @@ class TierReads:
             end = info.start + info.tokens
         return end
 
-    def load(self, lease: Lease, key: Tokens, usable: int, after: Sequence[DeviceEvent]) -> bool:
+    def load(
+        self, lease: Lease, key: Tokens, usable: int, after: Sequence[DeviceEvent], *, may_wait: bool = False
+    ) -> bool:
         """Pin the first `usable` tokens and begin to load what is missing in L1. False: no room, nothing held.
 
-        The lease has the pages at once, and waits for each layer of them before it reads.
+        The lease has the pages at once, and waits for each layer of them before it reads. Where room comes as soon
+        as something was written back, and it `may_wait`, it holds the path meanwhile: see `lease.waits_for`.
         """
         assert lease.space is not None
         key = key[: usable + lease.space.bigrams]
@@ -56,6 +70,11 @@ class TierReads:
         path = nodes_to(self._tree, node)
         missing = [info for info in path if info.state == Residency.L2]
         if missing and not self._begin(lease, node, missing, after):
+            if may_wait and self._back is not None:
+                owners = self._tree.load_owners(node)
+                lease.waits_for = self._back.bringing(shortfall(self._lanes, 0, owners))
+            if lease.waits_for:
+                return False
             self._tree.unpin(node)
             lease.node = 0
             self._loads.counters.misses += 1
@@ -77,7 +96,8 @@ class TierReads:
             self._host.require_sound(info.l2_pages, info.id)
         owners = self._tree.load_owners(node)
         # an estimate only, over all lanes: whether it can be had is decided lane by lane
-        if len(owners) > self._lanes.free_pages + self._tree.stats().evictable_l1_pages:
+        leaving = 0 if self._back is None else self._back.leaving_pages
+        if len(owners) > self._lanes.free_pages + self._tree.stats().evictable_l1_pages + leaving:
             return False
         pages = self._take(owners)
         if pages is None:

@@ -61,11 +61,14 @@ class WriteBack:
                 wanted = np.minimum(wanted, self._may_go(victims))
         return wanted
 
-    def dropped(self, wanted: _Wanted) -> _Wanted:
-        """For one that cannot wait: all of it may go now, and what is in L1 alone is lost."""
-        if wanted.any():
-            self._count_dropped(self._victims(wanted))
-        return wanted
+    @property
+    def leaving_pages(self) -> int:
+        """Pages of L1 that can be evicted as soon as their copies have ended."""
+        return int(self._on_their_way().sum())
+
+    def bringing(self, missing: _Wanted) -> tuple[Reservation, ...]:
+        """Copies after which each lane has as many pages more as it lacks; none when they are not enough."""
+        return tuple(self._leaving) if (missing <= self._on_their_way()).all() else ()
 
     def settled(self) -> None:
         """Some copy has ended, before its pages can be anybody else's."""

@@ -33,6 +33,8 @@ class Destination(Protocol):
 
 
 EventWait = Callable[[Any], Awaitable[None]]
+Permit = Callable[[], Awaitable[None]]
+"""Returns while the receiver still wants the bytes; raises the reason why nothing may be submitted."""
 
 
 class ChunkContext:
@@ -53,6 +55,7 @@ class ChunkContext:
         destinations: Sequence[Destination],
         event_wait: EventWait,
         receivers: int | None = None,
+        permit: Permit | None = None,
     ) -> None:
         self.room = room
         self.start = start
@@ -65,6 +68,7 @@ class ChunkContext:
         self.batches: list[tuple[Destination, Batch]] = []
         self.groups_sent = 0
         self._event_wait = event_wait
+        self._permit = permit
         self._known = frozenset(layers)
         self._group_of = {layer: i for i, group in enumerate(self.groups) for layer in group}
         self._missing = [len(group) for group in self.groups]
@@ -125,6 +129,8 @@ class ChunkContext:
         due = [layer for layer in layers if layer not in self._sent]
         for layer in due:
             await self._event_wait(self._events.get(layer))
+        if due and self._permit is not None and not self._closed:
+            await self._permit()
         due = [layer for layer in due if layer not in self._sent]
         if self._closed or self.error or not due:
             return

@@ -185,11 +185,36 @@ class Abort(Message):
 
 
 class Drained(Message):
-    """Nothing of the room is in flight or will be. `known` tells whether there was such a room."""
+    """Nothing of the room is in flight or will be. `known` tells whether there was such a room.
+
+    `instance` answers: another one than had the room knows nothing of what that one has under way.
+    """
 
     room: Annotated[int, Field(ge=0, le=MAX_ROOM)]
     drained: bool
     known: bool
+    instance: Instance | None = None
+
+
+class RoomUse(Message):
+    """One use of a room: the number, and the generation of decode's slot."""
+
+    room: Annotated[int, Field(ge=0, le=MAX_ROOM)]
+    generation: Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class Heartbeat(Message):
+    """POST /v1/peer/heartbeat: are you there, and do you still want what I write? Decode names no rooms."""
+
+    instance: Instance
+    rooms: Annotated[tuple[RoomUse, ...], Field(max_length=1 << 16)] = ()
+
+
+class Alive(Message):
+    """The answer: who answers, and which of the rooms are given up or were never there."""
+
+    instance: Instance
+    gone: Annotated[tuple[RoomUse, ...], Field(max_length=1 << 16)] = ()
 
 
 class Told(Message):
@@ -197,4 +222,4 @@ class Told(Message):
     accepted: bool
 
 
-AnyMessage = Introduction | Destination | Complete | Failed | Abort
+AnyMessage = Introduction | Destination | Complete | Failed | Abort | Heartbeat

@@ -142,13 +142,15 @@ class Pump:
         self.windows.clear()
 
     def _serve(self, window: PeerWindow) -> None:
-        self._fill(window)
         self._look(window)
         now = time.monotonic()
+        # before anything is submitted: after a pause of this process, what waits may be older than its deadline,
+        # and the peer may have given its pages away
         for batch in window.overdue(now):
             self.counters["deadlines"] += 1
             late = DeadlineExceeded(f"transfer {batch.label or batch.number} outlived its deadline")
             self._fail_batch(window, batch, late, settled_at_s=now + self.limits.late_landing_s)
+        self._fill(window)
         for descriptor in window.stuck(now - self.limits.late_landing_s):
             # no end in sight: a new driver serves the peer, and the pages have waited out their time
             window.end(descriptor)

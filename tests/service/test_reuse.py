@@ -84,7 +84,7 @@ async def test_the_abort_is_acknowledged_when_nothing_is_in_flight(cluster: Clus
     cluster.writer.let_go()
     await cluster.free()
     assert cluster.wire.answered("abort", legs.room) == [
-        (200, {"room": legs.room, "drained": True, "known": True})
+        (200, {"room": legs.room, "drained": True, "known": True, "instance": cluster.prefill.instance})
     ]
     assert len(cluster.wire.sent("abort", legs.room)) == 1
 
@@ -199,7 +199,15 @@ async def test_a_dead_peer_holds_pages_for_a_bounded_time(cluster: Cluster) -> N
     await cluster.start(
         decode={
             "transfer": {"deadline_s": 3.0},
-            "deadlines": {"transfer_s": 0.3, "quarantine_s": 3.1, "message_s": 0.2},
+            "deadlines": {
+                "transfer_s": 0.3,
+                "quarantine_s": 3.2,
+                "lease_s": 0.1,
+                "heartbeat_s": 0.04,
+                # the room's own deadline ends it, not the silence
+                "heartbeat_misses": 100,
+                "message_s": 0.2,
+            },
         }
     )
     brake = cluster.brake(cluster.prefill)
@@ -213,7 +221,7 @@ async def test_a_dead_peer_holds_pages_for_a_bounded_time(cluster: Cluster) -> N
     assert len(cluster.wire.sent("abort", legs.room)) == 1
     assert cluster.held(cluster.decode)["pages"] == 3
     (hold,) = cluster.decode.context.quarantine.snapshot(time.monotonic())
-    assert hold["age_s"] + hold["left_s"] == pytest.approx(3.1, abs=0.01)
+    assert hold["age_s"] + hold["left_s"] == pytest.approx(3.2, abs=0.01)
     await eventually(lambda: not cluster.held(cluster.decode)["pages"])
     assert cluster.decode.context.quarantine.expired == 1
     late = Complete(

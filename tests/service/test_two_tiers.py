@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from app.errors import ClientGone, Corruption
 from app.service.caches import cache_report
 from tests.support.harness import PAGE, Cluster, eventually, prompt_of
+from tests.tiers.cache_rig import held
 
 CHUNK = 4 * PAGE
 PRESSURE = ["write_through", "write_through_selective", "write_back"]
@@ -166,6 +168,50 @@ async def test_a_page_that_changed_in_the_host_is_not_decoded(cluster: Cluster) 
     await cluster.free()
     again = await cluster.serve(prompt)
     assert again.prefill.facts["l2_tokens"] == 0
+
+
+@pytest.mark.contract(20)
+@pytest.mark.parametrize("end", ["copied", "given up", "out of time"])
+async def test_a_load_waits_until_room_was_written_back(cluster: Cluster, end: str) -> None:
+    """L1 is full of what L2 lacks: a hit in L2 waits until that is copied, and nothing that was computed is lost."""
+    tight = {"write_policy": "write_back", "l1_room": 0.0, "l2_room": 0.0}
+    prefill, decode = sides(pages=16, **tight)
+    if end == "out of time":
+        prefill["deadlines"] = {"queue_s": 0.3}
+    await cluster.start(prefill, decode)
+    first, second = prompt_of(12 * PAGE + 1), prompt_of(12 * PAGE + 1, salt=1)
+    await cluster.serve(first)
+    await cluster.serve(second)  # the first one was copied to L2 for it
+    await settled(cluster)
+    cache = cluster.prefill.context.tiers.hicache
+    assert cache is not None
+    assert (cache.tree.stats().l2_pages, cache.backups.counters.dropped) == (12, 0)
+    gate = threading.Event()
+    queue = cluster.prefill.context.tiers.queues[0]
+    queue._faults = held(gate)
+    try:
+        legs = cluster.start_both(first)
+        await eventually(lambda: cache.waiting)
+        if end == "given up":
+            legs.prefill.fail(ClientGone("gone"))
+            await legs.failed()
+            assert not cache.waiting
+        elif end == "out of time":
+            await eventually(lambda: not cache.waiting)
+            assert cache.loads.counters.misses == 1
+        else:
+            gate.set()
+            await cluster.expect_local(legs)
+            facts = legs.prefill.facts
+            # four pages were free: nine of the first prompt had to go for the second one's thirteen
+            assert (facts["cached_tokens"], facts["l2_tokens"]) == (12 * PAGE, 9 * PAGE)
+    finally:
+        gate.set()
+    if end == "out of time":
+        await legs.answered()
+    await settled(cluster)
+    await cluster.free()
+    assert cache.backups.counters.dropped == 0
 
 
 @pytest.mark.case("I4")

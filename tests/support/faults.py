@@ -198,8 +198,8 @@ class WireClient:
 
 def _describe(source: str, method: str, url: str, message: Message) -> Sent:
     parts = url.split("/")[3:]
-    if parts[-1] == "handshake":
-        kind, room = "handshake", None
+    if parts[-1] in ("handshake", "heartbeat"):
+        kind, room = parts[-1], None
     else:
         room = int(parts[3])
         kind = parts[4] if len(parts) > 4 else "destine"

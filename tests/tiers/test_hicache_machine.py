@@ -172,13 +172,23 @@ class TieredCache(RuleBasedStateMachine):
         warm=st.booleans(),
         cold=st.booleans(),
         fault=FAULT,
+        patience=st.sampled_from(["none", "some", "enough"]),
     )
     def look(
-        self, length: int, branch: int, salt: int, tenant: bool, warm: bool, cold: bool, fault: str
+        self,
+        length: int,
+        branch: int,
+        salt: int,
+        tenant: bool,
+        warm: bool,
+        cold: bool,
+        fault: str,
+        patience: str,
     ) -> None:
         """What is found holds what was computed for just these tokens, in every layer; or it says that it does not.
 
-        `warm`: it was served just before. `cold`: and has left L1 since.
+        `warm`: it was served just before. `cold`: and has left L1 since. With `patience` a load waits for room that
+        is being written back: for all of it, or until it has to do with what there is.
         """
         if warm:
             self.engine.faults.clear()
@@ -188,7 +198,13 @@ class TieredCache(RuleBasedStateMachine):
         if cold:
             self.evict(1, 24)
         prompt, space = [*self.prompt(length, branch, salt), 3, 4], self.spaces[tenant]
-        lease = self.rig.find(prompt, space)
+        told: list[KvferryError | None] = []
+        lease = self.rig.find(prompt, space, later=None if patience == "none" else told.append)
+        if lease.waits_for:
+            if patience == "enough":
+                self.settle(lost=True)
+            self.rig.cache.resume(lease)
+            assert told == [None]
         try:
             for layer in self.rig.loads.copier.geometry.layers:
                 lease.wait(layer)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import structlog
 
+from app.core.ids import PageArray
 from app.core.prefix_tree import NodeInfo, Residency
-from app.errors import TransferFailed
+from app.errors import KvferryError, TransferFailed
 from app.tiers.copy_faults import CopyFault
 from app.tiers.descriptors import LayerCopy
 from tests.tiers.cache_rig import PLAIN, CacheRig, cache_rig, held, tokens
@@ -31,6 +32,13 @@ def full(rig: CacheRig) -> None:
 
 def node_of(rig: CacheRig, prompt: list[int]) -> NodeInfo:
     return rig.cache.tree.node(rig.cache.tree.match(PLAIN, np.array(prompt), touch=False).node)
+
+
+class Told(list[KvferryError | None]):
+    """What a lease that waited was told."""
+
+    def __call__(self, error: KvferryError | None) -> None:
+        self.append(error)
 
 
 def once(rig: CacheRig) -> list[int]:
@@ -206,17 +214,101 @@ def test_what_is_in_l2_already_goes_at_once() -> None:
         rig.cache.release(pages)
 
 
+def crowded(rig: CacheRig) -> PageArray:
+    """The older of two prompts is in L2 alone, the younger in L1 alone, and a request has all other pages."""
+    full(rig)
+    assert rig.cache.allocate(4) is None
+    rig.settle()
+    own = rig.cache.allocate(4)
+    assert own is not None
+    assert node_of(rig, tokens(16)).state == Residency.L2
+    return own
+
+
 @pytest.mark.contract(20)
-def test_a_load_does_not_wait_for_a_copy() -> None:
-    """A hit in L2 needs room that only pages without a copy can make: they go, counted, and the hit is loaded."""
+def test_a_load_waits_for_what_it_evicts_to_be_copied() -> None:
+    """A hit in L2 needs room that only pages without a copy can make: they are copied, then go, and it is loaded."""
     with write_back() as rig:
-        full(rig)
-        assert rig.cache.allocate(4) is None
+        own = crowded(rig)
+        gate, told = threading.Event(), Told()
+        rig.fault = held(gate)
+        lease = rig.find([*tokens(16), 1], later=told)
+        assert lease.waits_for and not len(lease.prefix)
+        rig.loop.run()
+        assert (told, node_of(rig, tokens(16, salt=1)).state) == ([], Residency.L1_PENDING)
+        gate.set()
         rig.settle()
-        own = rig.cache.allocate(4)
-        assert own is not None  # the older prompt is in L2 alone now
+        assert (told, lease.waits_for) == ([None], ())
+        assert (len(lease.prefix), lease.l2_tokens) == (4, 16)
+        counters = rig.cache.backups.counters
+        assert (counters.backups, counters.dropped, rig.cache.loads.counters.misses) == (2, 0, 0)
+        rig.settle()
+        rig.require_bytes(tokens(16), PLAIN, lease.prefix)
+        assert node_of(rig, tokens(16, salt=1)).state == Residency.L2
+        rig.cache.end(lease)
+        rig.cache.release(own)
+
+
+@pytest.mark.contract(20)
+def test_a_load_that_cannot_wait_is_a_miss() -> None:
+    """The same hit for one that does not wait: nothing is lost for it, and the next one finds the room."""
+    with write_back() as rig:
+        own = crowded(rig)
+        missed = rig.find([*tokens(16), 1])
+        assert (len(missed.prefix), missed.node, rig.cache.loads.counters.misses) == (0, 0, 1)
+        rig.settle()
+        rig.cache.end(missed)
         lease = rig.find([*tokens(16), 1])
-        assert (len(lease.prefix), lease.l2_tokens, rig.cache.backups.counters.dropped) == (4, 16, 1)
+        assert (lease.l2_tokens, rig.cache.backups.counters.dropped) == (16, 0)
+        rig.settle()
+        rig.cache.end(lease)
+        rig.cache.release(own)
+
+
+def test_a_load_goes_on_when_the_copy_that_it_waits_for_fails() -> None:
+    """What was to make room cannot be copied: it goes without a copy, counted, and the hit is loaded."""
+    with write_back() as rig:
+        own, told = crowded(rig), Told()
+        rig.fault = torn(lands_after_s=0.02)
+        lease = rig.find([*tokens(16), 1], later=told)
+        assert lease.waits_for
+        rig.settle()
+        assert (told, lease.l2_tokens, rig.cache.backups.counters.dropped) == ([None], 16, 1)
+        rig.settle()
+        rig.require_bytes(tokens(16), PLAIN, lease.prefix)
+        rig.cache.end(lease)
+        rig.cache.release(own)
+
+
+@pytest.mark.parametrize("how", ["ended", "out of time"])
+def test_a_load_that_waits_can_be_given_up(how: str) -> None:
+    """Its request ends, or has waited long enough, before the copy has ended: it holds nothing, and hears once."""
+    with write_back() as rig:
+        own, gate, told = crowded(rig), threading.Event(), Told()
+        rig.fault = held(gate)
+        lease = rig.find([*tokens(16), 1], later=told)
+        assert rig.cache.pins == 1
+        if how == "ended":
+            rig.cache.end(lease)
+        else:
+            rig.cache.resume(lease)
+            assert (told, len(lease.prefix), rig.cache.loads.counters.misses) == ([None], 0, 1)
+            rig.cache.end(lease)
+        assert (rig.cache.pins, rig.cache.waiting) == (0, {})
+        gate.set()
+        rig.settle()
+        assert len(told) == (how != "ended")
+        rig.cache.release(own)
+
+
+def test_what_waits_for_its_load_is_not_evicted_from_l2() -> None:
+    """The copy that makes room in L1 needs room in L2 itself: it takes others' pages than those to be loaded."""
+    with write_back(l2_pages=4) as rig:
+        own, told = crowded(rig), Told()
+        lease = rig.find([*tokens(16), 1], later=told)
+        rig.settle()
+        assert (lease.l2_tokens, rig.cache.backups.counters.dropped) == (16, 1)
+        assert told in ([], [None])
         rig.settle()
         rig.require_bytes(tokens(16), PLAIN, lease.prefix)
         rig.cache.end(lease)

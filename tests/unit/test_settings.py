@@ -164,6 +164,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None) -> N
         (["--cache.pages", "63"], ["cache.pages", "prefill.max_input_tokens"]),
         (["--deadlines.quarantine-s", "24"], ["deadlines.quarantine_s", "transfer.progress_timeout_s"]),
         (["--transfer.deadline-s", "40"], ["deadlines.quarantine_s", "transfer.deadline_s"]),
+        (["--deadlines.lease-s", "6"], ["deadlines.quarantine_s", "deadlines.lease_s"]),
+        (["--deadlines.heartbeat-s", "2"], ["deadlines.lease_s", "deadlines.heartbeat_s"]),
         (["--http.host", "0.0.0.0", "--http.advertise", "a"], ["http.host", "auth.token"]),
         (["--http.host", "192.0.2.1"], ["http.host", "auth.token"]),
         (["--http.host", "0.0.0.0", "--auth.token", "t"], ["http.host", "http.advertise"]),
