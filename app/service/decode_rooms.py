@@ -125,7 +125,7 @@ class DecodeRooms:
 
     async def ahead(self, room: RoomId, message: Ahead) -> Told:
         """Compare what has landed so far, while prefill still computes. Changes nothing once all is there."""
-        job = self._mine(room, message.instance, message.generation)
+        job = self._mine(room, message)
         landed = await self._landed_digests(job, message.layers)
         if landed is not None:
             self._require_equal(job, message.digests, landed, message.layers)
@@ -139,7 +139,7 @@ class DecodeRooms:
         """
         if room not in self.table and self.table.succeeded(room):
             return Told(room=room, accepted=True)
-        job = self._mine(room, message.instance, message.generation)
+        job = self._mine(room, message)
         every = self.node.engine.geometry.layers
         layers = every if message.layers is None else message.layers
         landed = await self._landed_digests(job, layers)
@@ -223,16 +223,23 @@ class DecodeRooms:
 
     async def failed(self, room: RoomId, message: Failed) -> Told:
         """The prefill leg has failed: so has this one, with the same reason."""
-        job = self._mine(room, message.instance, message.generation)
+        job = self._mine(room, message)
         problem = {"type": f"urn:kvferry:problem:{message.slug}", "detail": message.reason, "room": room}
         return Told(room=room, accepted=job.fail(error_from_problem(502, problem, job.peer_url)))
 
-    def _mine(self, room: RoomId, instance: str, generation: int | None = None) -> DecodeJob:
+    def _mine(self, room: RoomId, message: Ahead | Complete | Failed) -> DecodeJob:
+        """The room that a message is about. What is for an earlier use of it, or for none, is counted."""
+        kind = type(message).__name__.lower()
+        job = self.table.find(room)
+        if job is None:
+            self.node.late[f"{kind}: ended room"] += 1
         job = self.table.get(room)
-        if job.peer is None or job.peer.instance != instance:
-            raise PeerRefused(f"instance {instance} is not the prefill of room {room}", room=room)
-        if generation is not None and generation != job.generation:
-            raise PeerRefused(f"generation {generation} is not of this room", room=room)
+        if job.peer is None or job.peer.instance != message.instance:
+            self.node.late[f"{kind}: other instance"] += 1
+            raise PeerRefused(f"instance {message.instance} is not the prefill of room {room}", room=room)
+        if message.generation != job.generation:
+            self.node.late[f"{kind}: other generation"] += 1
+            raise PeerRefused(f"generation {message.generation} is not of this room", room=room)
         return job
 
     # ------------------------------------------------------------------ going

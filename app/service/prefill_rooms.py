@@ -103,9 +103,11 @@ class PrefillRooms:
             raise job.life.reason
         if (message.instance, message.generation) in self._served:
             # the same word once more, late: never the pages of a later use of the number
+            self.node.late["destination: served"] += 1
             return Accepted(room=room, state=str(State.SUCCESS))
         if (message.instance, message.generation) in self._over:
             # decode has let go of these pages: a request that comes under the number must not fill them
+            self.node.late["destination: given up"] += 1
             raise PeerAborted("this use of the room has been given up", room=room)
         if job is None:
             self._require_share(message)
@@ -177,6 +179,7 @@ class PrefillRooms:
             return self._drained(room, proven=room not in self._unproven, known=False)
         if job.key != key and (key in self._served or (message.generation and job.key is not None)):
             # of an earlier use of the number, which had ended before this one could begin
+            self.node.late["abort: earlier use"] += 1
             return self._drained(room, proven=True, known=False)
         if job.fail(reason):
             job.given_up = True
