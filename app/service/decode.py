@@ -188,7 +188,9 @@ class DecodeService:
             except PeerRefused:
                 if last:
                     raise
-                self.node.peers.forget(job.peer)
+                # no room of the old instance any more: its silence, or its successor, must not end this one
+                old, job.peer = job.peer, None
+                self.node.peers.forget(old)
                 job.peer = await self.node.peers.meet(request.bootstrap_url)
 
     async def _put(self, job: DecodeJob, request: Request, peer: Peer) -> None:

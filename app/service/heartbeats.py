@@ -70,7 +70,13 @@ class Heartbeats(Generic[J]):
             await asyncio.sleep(self._limits.heartbeat_s)
             shared: dict[Peer, list[J]] = defaultdict(list)
             for job in self._rooms:
-                if job.peer is not None and job.life.reason is None and not job.life.ended:
+                # a parked room has no coroutine that could end it: its own deadline does
+                if (
+                    job.peer is not None
+                    and job.request is not None
+                    and job.life.reason is None
+                    and not job.life.ended
+                ):
                     shared[job.peer].append(job)
             known = {peer.instance for peer in shared}
             self._pulses = {i: p for i, p in self._pulses.items() if i in known or p.asking}
@@ -135,7 +141,7 @@ class Heartbeats(Generic[J]):
         self._pulses.pop(peer.instance, None)
         self._node.peers.forget(peer)
         for job in list(self._rooms):
-            if job.peer is peer and not job.life.ended:
+            if job.peer is peer and job.request is not None and not job.life.ended:
                 job.fail(
                     PeerUnavailable(f"{self._other} at {peer.url}: {reason}", room=job.room, peer=peer.url)
                 )

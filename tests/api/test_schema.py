@@ -216,5 +216,5 @@ def test_nothing_is_left(nodes: Cluster) -> None:
             0,
             [],
             stats["slots"]["total"],
-        )
+        ), (stats["rooms"], about(node, "/rooms")["live"])
     assert 200 in [serve(nodes) for _ in range(5)]

@@ -99,3 +99,18 @@ async def test_decode_confirms_a_use_and_not_a_number(cluster: Cluster) -> None:
     await cluster.free()
     # prefill may ask before it has read the answer to its last word: what has ended well is not given up
     assert cluster.decode_rooms.heartbeat(message).gone == others[1:]
+
+
+async def test_a_parked_room_is_left_to_its_own_deadline(cluster: Cluster) -> None:
+    """Decode has given up a room whose request never came: heartbeats do not ask about it, it expires."""
+    await cluster.start(prefill={"deadlines": {**QUICK, "parked_s": 1.0}})
+    legs = cluster.start_both(prompt_of(40))
+    await cluster.expect_local(legs)
+    await cluster.free()
+    lonely = cluster.start_decode(cluster.request(prompt_of(40, salt=1)))
+    await eventually(lambda: len(cluster.prefill_rooms.table) == 1)
+    cluster.wire.rule = unheard("abort")
+    lonely.fail(ClientGone("the client closed its connection"))
+    await lonely.answered.wait()
+    cluster.decode.context.quarantine.expire(time.monotonic() + 1000)
+    await cluster.free()
