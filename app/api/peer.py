@@ -8,7 +8,6 @@ from app.api.problems import RoomInPath
 from app.core.rooms import parse_room
 from app.errors import InvalidRequest, NotReady
 from app.service.decode import DecodeService
-from app.service.heartbeats import answer
 from app.service.node import Node
 from app.service.prefill import PrefillService
 from app.transfer.messages import (
@@ -49,7 +48,7 @@ def peer_router(node: Node) -> APIRouter:
     async def heartbeat(message: Heartbeat) -> Alive:
         if node.decode is not None:
             return node.decode.rooms.heartbeat(message)
-        return answer(node.context, message, ())
+        return Alive(instance=node.context.instance, gone=message.rooms)
 
     @router.put("/rooms/{room}", status_code=202, summary="Decode names the pages of a prompt")
     async def destine(room: RoomInPath, message: Destination) -> Accepted:

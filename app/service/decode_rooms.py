@@ -31,7 +31,6 @@ from app.errors import (
     UnknownRoom,
 )
 from app.service.context import NodeContext
-from app.service.heartbeats import answer
 from app.service.jobs import Job, Request, TokenOut
 from app.transfer.client import error_from_problem
 from app.transfer.messages import Abort, Ahead, Alive, Complete, Drained, Failed, Heartbeat, RoomUse, Told
@@ -106,22 +105,16 @@ class DecodeRooms:
 
     def heartbeat(self, message: Heartbeat) -> Alive:
         """Which of a prefill's rooms are still wanted: what it asks before it writes."""
-        wanted = (
-            RoomUse(room=job.room, generation=job.generation)
-            for use in message.rooms
-            if (job := self.table.find(RoomId(use.room))) is not None
-            and job.generation
-            and job.life.reason is None
-            and job.peer is not None
-            and job.peer.instance == message.instance
-        )
-        # ended well: prefill may ask before it has read the answer to its last word, and must not fail
-        over = (
-            use
-            for use in message.rooms
-            if RoomId(use.room) not in self.table and self.table.succeeded(RoomId(use.room))
-        )
-        return answer(self.node, message, (*wanted, *over))
+        gone = tuple(use for use in message.rooms if not self._wants(use, message.instance))
+        return Alive(instance=self.node.instance, gone=gone)
+
+    def _wants(self, use: RoomUse, instance: str) -> bool:
+        job = self.table.find(RoomId(use.room))
+        if job is None:
+            # ended well: prefill may ask before it has read the answer to its last word, and must not fail
+            return self.table.succeeded(RoomId(use.room))
+        mine = job.peer is not None and job.peer.instance == instance and job.generation == use.generation
+        return mine and job.life.reason is None
 
     async def ahead(self, room: RoomId, message: Ahead) -> Told:
         """Compare what has landed so far, while prefill still computes. Changes nothing once all is there."""
@@ -230,10 +223,11 @@ class DecodeRooms:
     def _mine(self, room: RoomId, message: Ahead | Complete | Failed) -> DecodeJob:
         """The room that a message is about. What is for an earlier use of it, or for none, is counted."""
         kind = type(message).__name__.lower()
-        job = self.table.find(room)
-        if job is None:
+        try:
+            job = self.table.get(room)
+        except UnknownRoom:
             self.node.late[f"{kind}: ended room"] += 1
-        job = self.table.get(room)
+            raise
         if job.peer is None or job.peer.instance != message.instance:
             self.node.late[f"{kind}: other instance"] += 1
             raise PeerRefused(f"instance {message.instance} is not the prefill of room {room}", room=room)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -30,7 +30,7 @@ from app.core.rooms import RoomTable
 from app.errors import KvferryError, LeaseExpired, PeerAborted, PeerUnavailable
 from app.service.context import NodeContext
 from app.service.jobs import Job
-from app.transfer.messages import Alive, Heartbeat, RoomUse
+from app.transfer.messages import Alive, Heartbeat
 from app.transfer.peers import Peer
 
 log = structlog.get_logger(__name__)
@@ -82,20 +82,34 @@ class Heartbeats(Generic[J]):
             self._pulses = {i: p for i, p in self._pulses.items() if i in known or p.asking}
             for peer, jobs in shared.items():
                 if not self._pulse(peer).asking:
-                    self._node.spawn(self.ask(peer, jobs, counted=True), f"heartbeat {peer.url}")
+                    self._node.spawn(self._beat(peer, jobs), f"heartbeat {peer.url}")
 
     def _pulse(self, peer: Peer) -> _Pulse:
         return self._pulses.setdefault(peer.instance, _Pulse(peer=peer, heard_s=time.monotonic()))
 
-    async def ask(self, peer: Peer, jobs: Collection[J], *, counted: bool = False) -> None:
-        """One question about these rooms. Misses count one an interval, not one for each room that begins."""
+    async def _beat(self, peer: Peer, jobs: Collection[J]) -> None:
+        """The question of an interval: the only one whose misses count, however many rooms begin in it."""
+        pulse = self._pulse(peer)
+        pulse.asking = True
+        try:
+            silence = await self._question(peer, jobs)
+        finally:
+            pulse.asking = False
+        if silence is not None:
+            self._missed(pulse, silence)
+
+    async def ask(self, peer: Peer, jobs: Collection[J]) -> None:
+        """Ask about rooms out of turn, when both halves of them are there. The next interval asks again."""
+        await self._question(peer, jobs)
+
+    async def _question(self, peer: Peer, jobs: Collection[J]) -> str | None:
+        """One question and what its answer means; why there was none, else None."""
         pulse = self._pulse(peer)
         asked_s = time.monotonic()
         message = Heartbeat(
             instance=self._node.instance, rooms=tuple(use for job in jobs if (use := job.use) is not None)
         )
         self.asked += 1
-        pulse.asking = pulse.asking or counted
         try:
             answer = await self._node.client.send(
                 "POST",
@@ -105,17 +119,12 @@ class Heartbeats(Generic[J]):
             )
             alive = Alive.model_validate(answer)
         except (KvferryError, ValidationError) as error:
-            if counted:
-                self._missed(pulse, str(error))
-            return
-        finally:
-            if counted:
-                pulse.asking = False
+            return str(error)
         pulse.misses, pulse.heard_s = 0, time.monotonic()
         if alive.instance != peer.instance:
             self.replaced += 1
             self._end(peer, f"instance {peer.instance} is gone, {alive.instance} answers")
-            return
+            return None
         gone = set(alive.gone)
         for job in jobs:
             if job.use in gone:
@@ -123,6 +132,7 @@ class Heartbeats(Generic[J]):
                 job.fail(PeerAborted(f"{self._other} has given the room up", room=job.room))
             else:
                 job.confirm(asked_s)
+        return None
 
     def _missed(self, pulse: _Pulse, why: str) -> None:
         self.missed += 1
@@ -182,9 +192,3 @@ class Heartbeats(Generic[J]):
                 for p in self._pulses.values()
             },
         }
-
-
-def answer(node: NodeContext, message: Heartbeat, wanted: Iterable[RoomUse]) -> Alive:
-    """Which of the asked rooms this node has given up, or never had."""
-    still = set(wanted)
-    return Alive(instance=node.instance, gone=tuple(use for use in message.rooms if use not in still))
