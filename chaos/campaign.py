@@ -81,7 +81,7 @@ class _Campaign:
                 node.kill()
                 await anyio.sleep(fault.seconds)
                 node.start()
-                await node.ready(self._client)
+                await node.ready()
                 self._report.faults["node_restarted"] += 1
             self._report.faults["node_killed" if fault.action == "kill" else "node_stopped"] += 1
 
@@ -107,7 +107,7 @@ async def run_campaign(plan: Plan, folder: Path, say: Any) -> Report:
     async with httpx.AsyncClient(limits=limits, timeout=15, verify=False) as client:
         with deployment(folder, plan.seed) as running:
             say("starting two prefill nodes, two decode nodes and the router")
-            await running.start(client)
+            await running.start()
             campaign = _Campaign(running, client, report)
             nodes = list(running.nodes.values())
             lasting = [running.nodes[name] for name in LIVES_ON]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-import anyio
-import httpx
+from anyio import to_thread
 
 from chaos.plan import NODES
-from demo.cluster import START_S, ClusterError, Process, free_port
+from demo.cluster import NodeProcess, Router, free_port
 
 PAGE_SIZE, CHUNK_TOKENS = 16, 64
 MESSAGE_S, LATE_LANDING_S, WRITE_S = 2.0, 3.0, 6.0
@@ -50,6 +47,13 @@ _COMMON = {
 _PREFILL = {"hicache.host-ratio": "2", "hicache.checks": "full"}
 
 
+_ROUTER = {
+    "policy": "random", "request-timeout-secs": str(int(BOUND_S)), "health-check-interval-secs": "1",
+    "health-check-timeout-secs": "1", "health-failure-threshold": "2", "health-success-threshold": "1",
+}  # fmt: skip
+"""It is told to notice dead nodes soon."""
+
+
 class ChaosNode:
     """One address, and the processes that serve it one after the other."""
 
@@ -59,7 +63,13 @@ class ChaosNode:
         self.url = f"http://127.0.0.1:{self.port}"
         self.lives = 0
         self._folder, self._seed = folder, seed
-        self.process: Process | None = None
+        self._process: NodeProcess | None = None
+
+    @property
+    def process(self) -> NodeProcess:
+        """Of this life."""
+        assert self._process is not None, f"{self.name} has not been started"
+        return self._process
 
     @property
     def faults_log(self) -> Path:
@@ -71,97 +81,59 @@ class ChaosNode:
 
     def start(self) -> None:
         self.lives += 1
-        settings = {**_COMMON, **(_PREFILL if self.role == "prefill" else {})}
-        command = [sys.executable, "-m", "chaos.node", "--faults-log", str(self.faults_log)]
-        command += ["--faults-seed", f"{self._seed}/{self.name}/{self.lives}"]
-        command += ["--role", self.role, "--http.port", str(self.port), "--log.format", "json"]
-        for key, value in settings.items():
-            command += [f"--{key}", value]
-        self.process = Process(f"{self.name}-life-{self.lives}", command, self._folder)
+        settings = {**_COMMON, **(_PREFILL if self.role == "prefill" else {}), "http.port": str(self.port)}
+        self._process = NodeProcess(
+            f"{self.name}-life-{self.lives}",
+            self.role,
+            self._folder,
+            _flags(settings),
+            program=(
+                "chaos.node", "--faults-log", str(self.faults_log),
+                "--faults-seed", f"{self._seed}/{self.name}/{self.lives}",
+            ),
+        )  # fmt: skip
 
-    async def ready(self, client: httpx.AsyncClient) -> None:
-        assert self.process is not None
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            self.process.require_running()
-            try:
-                if (await client.get(f"{self.url}/readyz", timeout=5)).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            await anyio.sleep(0.1)
-        raise ClusterError(f"{self.name} was not ready within {START_S} s:\n{self.process.tail()}")
+    async def ready(self) -> None:
+        await to_thread.run_sync(self.process.wait_ready, abandon_on_cancel=True)
 
     def kill(self) -> None:
-        assert self.process is not None
         self.process.kill()
 
     def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
         os.kill(self.process.pid, number)
 
     def end(self) -> None:
-        if self.process is not None and self.process.running:
+        if self._process is not None and self._process.running:
             self.signal(signal.SIGCONT)
-            self.process.stop()
+            self._process.stop()
 
     def fault_counts(self) -> Counter[str]:
-        import json
-
-        counts: Counter[str] = Counter()
-        if self.faults_log.exists():
-            for line in self.faults_log.read_text().splitlines():
-                counts[json.loads(line)["fault"]] += 1
-        return counts
-
-
-class ChaosRouter(Process):
-    """The public router, told to notice dead nodes soon. It tries no request twice."""
-
-    def __init__(self, folder: Path, nodes: dict[str, ChaosNode]) -> None:
-        port, metrics = free_port(), free_port()
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
-        for node in nodes.values():
-            command += [f"--{node.role}", node.url, *([str(node.port)] if node.role == "prefill" else [])]
-        flags: dict[str, Any] = {
-            "host": "127.0.0.1", "port": port, "prometheus-host": "127.0.0.1", "prometheus-port": metrics,
-            "policy": "random", "worker-startup-check-interval": 1, "request-timeout-secs": int(BOUND_S),
-            "health-check-interval-secs": 1, "health-check-timeout-secs": 1, "health-failure-threshold": 2,
-            "health-success-threshold": 1,
-        }  # fmt: skip
-        for key, value in flags.items():
-            command += [f"--{key}", str(value)]
-        command += ["--disable-retries", "--disable-circuit-breaker"]
-        super().__init__("router", command, folder)
-        self.url = f"http://127.0.0.1:{port}"
-
-    async def ready(self, client: httpx.AsyncClient) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            self.require_running()
-            try:
-                known = (await client.get(f"{self.url}/workers")).json()["stats"]
-                if (known["prefill_count"], known["decode_count"]) == (2, 2):
-                    return
-            except (httpx.HTTPError, ValueError, KeyError):
-                pass
-            await anyio.sleep(0.2)
-        raise ClusterError(f"the router knew no workers within {START_S} s:\n{self.tail()}")
+        if not self.faults_log.exists():
+            return Counter()
+        return Counter(json.loads(line)["fault"] for line in self.faults_log.read_text().splitlines())
 
 
 class Deployment:
     def __init__(self, nodes: dict[str, ChaosNode], folder: Path) -> None:
         self.nodes = nodes
         self.folder = folder
-        self.router: ChaosRouter | None = None
+        self.router: Router | None = None
 
-    async def start(self, client: httpx.AsyncClient) -> None:
+    async def start(self) -> None:
         for node in self.nodes.values():
             node.start()
         for node in self.nodes.values():
-            await node.ready(client)
-        self.router = ChaosRouter(self.folder, self.nodes)
-        await self.router.ready(client)
+            await node.ready()
+        of: dict[str, list[NodeProcess]] = {"prefill": [], "decode": []}
+        for node in self.nodes.values():
+            of[node.role].append(node.process)
+        flags = [*_flags(_ROUTER), "--disable-circuit-breaker"]
+        self.router = Router(self.folder, of["prefill"], of["decode"], flags)
+        await to_thread.run_sync(self.router.wait_ready, abandon_on_cancel=True)
+
+
+def _flags(values: Mapping[str, str]) -> list[str]:
+    return [part for key, value in values.items() for part in (f"--{key}", value)]
 
 
 @contextmanager

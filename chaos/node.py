@@ -7,13 +7,11 @@ import random
 import sys
 from pathlib import Path
 
-from app.hosts import allowed_hosts
 from app.serve import serve
-from app.service.build import mooncake_driver
+from app.service.build import bootstrap_hosts, control_client, mooncake_driver
 from app.service.node import Node
 from app.settings import NodeSettings, load_settings
 from app.transfer.base import EngineDriver
-from app.transfer.client import HttpControlClient
 from chaos.faults import FaultLog, FaultyClient, FaultyDriver
 
 
@@ -26,15 +24,7 @@ def faulty_node(settings: NodeSettings, url: str, *, seed: str, log: FaultLog) -
     def driver() -> EngineDriver:
         return FaultyDriver(real(), writes, log)
 
-    hosts = None
-    if settings.role == "decode":
-        hosts = allowed_hosts(settings.limits.bootstrap_hosts, settings.http.host)
-    client = HttpControlClient(
-        token=settings.peer_secret(),
-        hosts=hosts,
-        tls=settings.client_tls(),
-        most_bytes=settings.http.max_body_bytes,
-    )
+    client = control_client(settings, bootstrap_hosts(settings))
     return Node(settings, url=url, driver=driver, client=FaultyClient(client, messages, log))
 
 

@@ -74,10 +74,18 @@ class Process:
 
 
 class NodeProcess(Process):
-    """`python -m app serve` on a free port."""
+    """`python -m app serve`, or another program that takes its flags, on a free port."""
 
-    def __init__(self, name: str, role: str, folder: Path, flags: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "app", "serve", "--role", role, "--log.format", "json", *flags]
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        folder: Path,
+        flags: Sequence[str],
+        *,
+        program: Sequence[str] = ("app", "serve"),
+    ) -> None:
+        command = [sys.executable, "-m", *program, "--role", role, "--log.format", "json", *flags]
         super().__init__(name, command, folder)
         self.url = ""
 
@@ -107,9 +115,15 @@ class NodeProcess(Process):
 
 
 class Router(Process):
-    """The public PD router."""
+    """The public PD router. It tries no request twice; `flags` are further ones of its own."""
 
-    def __init__(self, folder: Path, prefill: Sequence[NodeProcess], decode: Sequence[NodeProcess]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prefill: Sequence[NodeProcess],
+        decode: Sequence[NodeProcess],
+        flags: Sequence[str] = (),
+    ) -> None:
         port, metrics = free_port(), free_port()
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
         for node in prefill:
@@ -123,6 +137,7 @@ class Router(Process):
             "--worker-startup-check-interval",
             "1",
             "--disable-retries",
+            *flags,
         ]
         super().__init__("router", command, folder)
         self.url = f"http://127.0.0.1:{port}"

@@ -19,7 +19,7 @@ from app.engine.generate import TOP_K
 from app.engine.load import load_engine
 from app.engine.models.overrides import merge_overrides
 from app.errors import SettingsError
-from app.hosts import AllowedHosts
+from app.hosts import AllowedHosts, allowed_hosts
 from app.service.context import NodeContext
 from app.service.diagnostics import Diagnostics
 from app.service.forwards import Forwards
@@ -83,12 +83,7 @@ async def build(
     engine.bind(pools)
     transfers = await start_transfers(settings, pools, driver or mooncake_driver(settings))
     layouts = tuple(pool_layouts(pool) for pool in pools)
-    control = client or HttpControlClient(
-        token=settings.peer_secret(),
-        hosts=hosts,
-        tls=settings.client_tls(),
-        most_bytes=settings.http.max_body_bytes,
-    )
+    control = client or control_client(settings, hosts)
     handshake_s = settings.deadlines.handshake_s
     gate: PageGate | None = None
     tiers = make_tiers(settings, pools, freed=lambda: gate.serve() if gate is not None else None)
@@ -117,6 +112,23 @@ async def build(
         diagnostics=Diagnostics(settings.diagnostics, pools, tiers.cache.lanes),
     )
     return Parts(context, text, fingerprint)
+
+
+def bootstrap_hosts(settings: NodeSettings) -> AllowedHosts | None:
+    """Whom a decode node may contact because a request says so; None for prefill, which calls whom it has met."""
+    if settings.role == "prefill":
+        return None
+    return allowed_hosts(settings.limits.bootstrap_hosts, settings.http.host)
+
+
+def control_client(settings: NodeSettings, hosts: AllowedHosts | None) -> HttpControlClient:
+    """How a node talks to its peers. The caller closes it."""
+    return HttpControlClient(
+        token=settings.peer_secret(),
+        hosts=hosts,
+        tls=settings.client_tls(),
+        most_bytes=settings.http.max_body_bytes,
+    )
 
 
 def load_model(settings: NodeSettings) -> tuple[Engine, Text]:

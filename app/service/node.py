@@ -17,8 +17,7 @@ from app.core.ids import InstanceId, RoomId
 from app.core.rooms import RoomTable
 from app.engine.base import Text
 from app.errors import NotReady
-from app.hosts import AllowedHosts, allowed_hosts
-from app.service.build import DriverFactory, build
+from app.service.build import DriverFactory, bootstrap_hosts, build
 from app.service.context import NodeContext
 from app.service.decode import DecodeService
 from app.service.heartbeats import Heartbeats
@@ -55,10 +54,7 @@ class Node:
         self.started_s = time.monotonic()
         self.draining = False
         self._drained = False
-        self.hosts: AllowedHosts | None = None
-        """Whom a decode node may contact because a request says so; prefill calls whom it has met."""
-        if settings.role == "decode":
-            self.hosts = allowed_hosts(settings.limits.bootstrap_hosts, settings.http.host)
+        self.hosts = bootstrap_hosts(settings)
         self._driver = driver
         self._client = client
         self._context: NodeContext | None = None
@@ -250,18 +246,20 @@ class Node:
         return None
 
     @property
-    def heartbeats(self) -> Heartbeats[Any]:
+    def service(self) -> PrefillService | DecodeService:
+        """Of this node's role. NotReady while the node is starting."""
         service = self.prefill or self.decode
         if service is None:
             raise NotReady("the node is starting")
-        return service.heartbeats
+        return service
+
+    @property
+    def heartbeats(self) -> Heartbeats[Any]:
+        return self.service.heartbeats
 
     def table(self) -> RoomTable[Any]:
         """The rooms of this node's role."""
-        service = self.prefill or self.decode
-        if service is None:
-            raise NotReady("the node is starting")
-        return service.rooms.table
+        return self.service.rooms.table
 
     @property
     def live_rooms(self) -> int:
