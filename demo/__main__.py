@@ -100,9 +100,7 @@ def main() -> int:
         with cluster(Path(folder), flags=chosen.flags, prefill_flags=[chosen.prefill_flags]) as running:
             answers = [ask(running, number, prompt) for number, prompt in enumerate(prompts, 1)]
             say("stopping everything")
-    reference = LocalPair(
-        load(chosen.cp)[0] if chosen.cp > 1 else engine, engine, pages=PAGES, ranks=chosen.cp
-    )
+    reference = LocalPair(load(chosen.cp)[0], engine, pages=PAGES, ranks=chosen.cp)
     equal = 0
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
         say(f"prompt {number}: the same model without any transfer")

@@ -70,10 +70,13 @@ class LocalPair:
     """A prefill engine of any number of ranks and a decode engine of one, without a transfer between them.
 
     The pages go over as a copy of what materialising them from their owners gives. Both engines are bound to
-    pools of this object, of `pages` pages for decode and as many for each rank.
+    pools of this object, of `pages` pages for decode and as many for each rank. BadInput for one engine twice: it
+    would prefill into one pool and be bound to the other.
     """
 
     def __init__(self, prefill: Engine, decode: Engine, *, pages: int, ranks: int = 1) -> None:
+        if prefill is decode:
+            raise BadInput("prefill and decode need an engine each: an engine is bound to one set of pools")
         self._prefill, self._decode = prefill, decode
         self._pools = [DevicePool(prefill.geometry, pages) for _ in range(ranks)]
         self._pool = DevicePool(decode.geometry, pages)

@@ -8,7 +8,7 @@ import torch
 
 from app.core.digests import Bytes3d
 from app.engine.base import DraftStep, ForwardStep, NoHooks
-from app.engine.local import run_locally
+from app.engine.local import LocalPair, run_locally
 from app.engine.models.toy import ToyEngine
 from app.engine.paged.splits import Split
 from app.errors import BadInput, InvalidRequest
@@ -168,3 +168,22 @@ def test_the_draft_is_right_often_and_not_always() -> None:
     bound(engine)
     run = run_locally(engine, prompt_of(90), chunk_tokens=64, new_tokens=48, proposals=3)
     assert 0 < run.accepted < run.proposed
+
+
+def test_a_pair_needs_an_engine_for_each_role() -> None:
+    """One engine for both would prefill into one pool and read another; with two the bits are those of one run."""
+    one, other = small(), small()
+    with pytest.raises(BadInput, match="an engine each"):
+        LocalPair(one, one, pages=8)
+    prompt = prompt_of(2 * PAGE + 3)
+    with DevicePool(one.geometry, 8) as pool:
+        one.bind([pool])
+        alone = run_locally(one, prompt, chunk_tokens=PAGE, new_tokens=3)
+    pair = LocalPair(one, other, pages=8)
+    try:
+        both = pair.run(prompt, chunk_tokens=PAGE, new_tokens=3)
+    finally:
+        pair.close()
+    assert both.logits == alone.logits
+    assert both.draft_logits == alone.draft_logits
+    assert both.tokens == alone.tokens
