@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 Track = Callable[[Any], Any]
+
+
+def pytest_unconfigure() -> None:
+    """What has been kept out of collections is let go of at the end, native instances included."""
+    gc.unfreeze()
+    gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """A full collection over all that other modules have loaded would stop every thread for seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

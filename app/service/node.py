@@ -165,6 +165,7 @@ class Node:
                 if self.prefill is not None:
                     self.prefill.rooms.expire_parked(now)
                 context.tiers.keep_house(self.settings.hicache.lost_s)
+                context.gate.serve()  # what has been evicted ahead may be what somebody waits for
             except Exception as error:
                 self.counters["task_faults"] += 1
                 log.error("control.fault", exc_info=error)
@@ -243,6 +244,11 @@ class Node:
             return "the task that asks peers has died"
         if self._context.forwards.stalled:
             return "a forward makes no progress"
+        stall_s = self.settings.deadlines.stall_s
+        for rank, transfer in enumerate(self._context.transfers):
+            reason = transfer.why_not_ready(stall_s=stall_s)
+            if reason is not None:
+                return f"rank {rank}: {reason}"  # requests need all of them
         return None
 
     @property

@@ -31,6 +31,7 @@ from app.tiers.tickets import CopyTicket, Notice
 log = structlog.get_logger(__name__)
 
 _GOOD = CopyFault()
+_TELLING_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,6 +136,8 @@ class CopyQueue:
     def check_integrity(self) -> None:
         """IntegrityError when the counts and the open tickets contradict each other."""
         with self._changed:
+            # a worker tells of a quiet ticket before it takes it out: it is given the time for that
+            self._changed.wait_for(lambda: not any(t.quiet for t in self._open), _TELLING_S)
             counts = (self.submitted, self.ended, self.quiet)
             tickets = list(self._open)
         wrong = [t for t in tickets if t.quiet]

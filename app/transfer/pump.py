@@ -63,6 +63,8 @@ class Pump:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._regions: list[Region] = []
         self._rebuilt_at_s = float("-inf")
+        self.at_work_since_s: float | None = None
+        """When (monotonic) the thread last stopped waiting; None while it waits. Any thread may read it."""
 
     # ------------------------------------------------------------------ calls
 
@@ -105,11 +107,13 @@ class Pump:
     def run(self) -> None:
         while True:
             busy = any(w.busy for w in self.windows.values())
+            self.at_work_since_s = None
             try:
                 # also after progress: polling without a pause takes the processor from the engine's own thread
                 call = self._calls.get(timeout=self.limits.poll_s if busy else 0.5)
             except queue.Empty:
                 call = _nothing
+            self.at_work_since_s = time.monotonic()
             if call is None:
                 break
             self._guarded(call)

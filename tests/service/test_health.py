@@ -93,6 +93,33 @@ async def test_a_node_without_its_control_task_is_not_ready(cluster: Cluster) ->
     assert (await cluster.call(cluster.decode, "GET", "/readyz")).status_code == 200
 
 
+@pytest.mark.case("L3")
+async def test_the_worst_rank_decides_readiness(cluster: Cluster) -> None:
+    """Of four ranks one's engine stands still: the node is not ready, by that rank's number, until it goes on."""
+    stands = {
+        "deadlines": {"stall_s": 0.2},
+        "cp": {"size": 4, "shared_kv": True},
+        "model": {"name": "toy-dsa"},
+    }
+    await cluster.start(prefill=stands, decode={"model": {"name": "toy-dsa"}})
+    third = cluster.ranks[cluster.prefill][2]
+    third.works.clear()
+    legs = cluster.start_both(prompt_of(80))
+    await eventually(lambda: cluster.prefill.why_not_ready())
+    for path in ("/readyz", "/health"):
+        answer = await cluster.call(cluster.prefill, "GET", path)
+        assert answer.status_code == 503
+        reason = "rank 2: the transfer engine has not come back from a call for 0.2 s"
+        assert answer.json()["detail"] == reason
+    assert (await cluster.call(cluster.prefill, "GET", "/livez")).status_code == 200
+    third.works.set()
+    await cluster.expect_local(legs)
+    await eventually(lambda: not cluster.prefill.why_not_ready())
+    await cluster.free()
+    await cluster.prefill.context.transfers[3].close()
+    assert cluster.prefill.why_not_ready() == "rank 3: the transfer engine has ended"
+
+
 async def test_a_fault_in_one_hold_does_not_end_the_control_task(cluster: Cluster) -> None:
     """A hold whose clean-up raises is counted; the control task goes on to the next one."""
     await cluster.start()
@@ -124,7 +151,7 @@ async def test_probes_are_answered_while_queues_hold_work(cluster: Cluster) -> N
         before = [node.statistics()["rooms"] for node in cluster.nodes]
         for node in cluster.nodes:
             for path in ("/health", "/livez", "/readyz", "/stats", "/rooms", "/server_info", "/v1/models"):
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(10):
                     assert (await cluster.call(node, "GET", path)).status_code == 200
         assert [node.statistics()["rooms"] for node in cluster.nodes] == before
         gate.give(pages)

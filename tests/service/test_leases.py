@@ -10,7 +10,7 @@ import pytest
 from app.errors import ClientGone, LeaseExpired, PeerAborted
 from app.transfer.messages import Heartbeat, RoomUse
 from tests.support.faults import MessageFault, Sent
-from tests.support.harness import WITHIN_S, Cluster, eventually, prompt_of
+from tests.support.harness import Cluster, eventually, prompt_of
 
 QUICK = {"lease_s": 0.5, "heartbeat_s": 0.1, "heartbeat_misses": 100}
 QUIET = MessageFault(copies=0)
@@ -69,9 +69,7 @@ async def test_an_abort_that_is_never_heard_ends_the_writes(cluster: Cluster) ->
     legs.decode.fail(ClientGone("the client closed its connection"))
     await legs.decode.answered.wait()
     written = len(cluster.writer.blocks())
-    async with asyncio.timeout(WITHIN_S):
-        while legs.prefill.life.reason is None:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: legs.prefill.life.reason)
     assert isinstance(legs.prefill.life.reason, PeerAborted)
     assert "given the room up" in legs.prefill.life.reason.message
     brake.release()

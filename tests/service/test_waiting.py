@@ -15,6 +15,7 @@ from app.service.forwards import Forwards
 from app.service.gates import PageGate
 from app.tiers.prefix import PrefixCache
 from tests.conftest import Track
+from tests.support.harness import Cluster, eventually, prompt_of
 
 
 @pytest.fixture
@@ -178,3 +179,15 @@ async def test_a_forward_outlasts_every_cancellation(forwards: Forwards, by: str
         assert await task == by
     async with forwards.turn(timeout_s=1):
         assert await forwards.run(lambda: 7) == 7
+
+
+async def test_pages_that_come_back_by_themselves_go_to_who_waits(cluster: Cluster) -> None:
+    """Pages that the housekeeping has freed, which tells nobody, are granted to a waiting request none the less."""
+    await cluster.start()
+    gate = cluster.prefill.context.gate
+    pages = await gate.take(gate.cache.free_pages, timeout_s=1)
+    legs = cluster.start_both(prompt_of(40))
+    await eventually(lambda: gate.waiting)
+    gate.cache.release(pages)
+    await cluster.expect_local(legs)
+    await cluster.free()

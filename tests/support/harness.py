@@ -35,6 +35,7 @@ from app.transfer.base import Block
 from app.transfer.messages import Message
 from tests.support.faults import Brake, HeldDriver, Wire, tick
 from tests.support.inprocess import WITHIN_S, Legs
+from tests.support.patience import comes_true
 
 PAGE = 16
 
@@ -78,10 +79,7 @@ def page_list(job: Job) -> list[int]:
 
 async def eventually(condition: Callable[[], Any], *, within_s: float = WITHIN_S) -> None:
     """Return when the condition holds; an assertion fails when it does not in time."""
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, "the condition did not come true"
-        await asyncio.sleep(0.002)
+    assert await comes_true(condition, within_s), "the condition did not come true"
 
 
 def prompt_of(tokens: int, *, salt: int = 0) -> list[int]:

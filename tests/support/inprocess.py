@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
 
 from app.errors import KvferryError
 from app.service.decode_rooms import DecodeJob
 from app.service.jobs import Job, Request, TokenOut
 from app.service.prefill_job import PrefillJob
+from tests.support.patience import patiently
 
 WITHIN_S = 10.0
 """Bound of every wait in these tests: generous, since the machine may be busy."""
@@ -52,17 +57,18 @@ class Legs:
 
     async def answered(self) -> list[TokenOut]:
         """Wait for both outcomes (not for the drain) and return decode's tokens."""
-        async with asyncio.timeout(WITHIN_S):
+        try:
             for job in self.jobs:
-                await job.answered.wait()
+                await patiently(job.answered.wait, WITHIN_S)
+        except TimeoutError:
+            raise AssertionError(f"no outcome within {WITHIN_S} s\n{standing(self.jobs)}") from None
         return await self.tokens() if self._decode is not None else []
 
     async def tokens(self) -> list[TokenOut]:
         if self._received is None:
             tokens = []
-            async with asyncio.timeout(WITHIN_S):
-                while (token := await self.decode.output.get()) is not None:
-                    tokens.append(token)
+            while (token := await patiently(self.decode.output.get, WITHIN_S)) is not None:
+                tokens.append(token)
             self._received = tokens
         return self._received
 
@@ -71,3 +77,16 @@ class Legs:
         await self.answered()
         reasons = [None if job is None else job.life.reason for job in (self._prefill, self._decode)]
         return reasons[0], reasons[1]
+
+
+def standing(jobs: Sequence[Job]) -> str:
+    """Where rooms, coroutines and threads stand: for the message of a test that waited in vain."""
+    lines = [repr(job.record()) for job in jobs]
+    for task in asyncio.all_tasks():
+        lines.append(f"task {task.get_name()}")
+        lines += [f"    {frame.f_code.co_name}:{frame.f_lineno}" for frame in task.get_stack()]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, top in sys._current_frames().items():
+        lines.append(f"thread {names.get(ident, ident)}")
+        lines += [f"    {frame.name}:{frame.lineno}" for frame in traceback.extract_stack(top)[-6:]]
+    return "\n".join(lines)

@@ -141,6 +141,16 @@ def test_an_event_that_fails_fails_its_copy(track: Track) -> None:
         assert not landed(rig)
 
 
+def test_a_ticket_that_is_being_told_of_is_no_contradiction() -> None:
+    """A copy is quiet a moment before its queue has counted it: a check in between waits for that."""
+    telling = threading.Event()
+    with tiers() as rig, CopyQueue(rig.copier) as queue:
+        queue.submit(backup(), on_quiet=lambda _: (telling.set(), time.sleep(0.2)))  # type: ignore[func-returns-value]
+        assert telling.wait(WAIT_S)
+        queue.check_integrity()
+        assert queue.moving == 0
+
+
 def test_a_late_landing_is_not_quiet_before_it_has_landed(track: Track) -> None:
     """A copy that fails and lands afterwards is done at once and quiet only then: its pages were not free before."""
     ended, quiet = threading.Event(), threading.Event()
