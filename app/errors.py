@@ -29,7 +29,8 @@
     `-- IntegrityError           our fault: a structure contradicts itself
 
 `status` is the HTTP status that the API answers with; `slug` is the stable last part of the problem
-type (RFC 9457). `room`, `rank` and `layer` are carried where they are known.
+type (RFC 9457). `room`, `rank`, `layer` and `leg` (which half of the request has failed) are carried where they are
+known.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class KvferryError(Exception):
 
     status: ClassVar[int] = 500
     slug: ClassVar[str] = "internal"
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: int | None = None
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class KvferryError(Exception):
         room: int | None = None,
         rank: int | None = None,
         layer: int | None = None,
+        leg: str | None = None,
         **details: Any,
     ) -> None:
         super().__init__(message)
@@ -58,11 +60,12 @@ class KvferryError(Exception):
         self.room = room
         self.rank = rank
         self.layer = layer
+        self.leg = leg
         self.details = details
 
     def fields(self) -> dict[str, Any]:
         """The parts that a log line or a problem document shows beside the message."""
-        places = {"room": self.room, "rank": self.rank, "layer": self.layer}
+        places = {"room": self.room, "rank": self.rank, "layer": self.layer, "leg": self.leg}
         return {k: v for k, v in places.items() if v is not None} | self.details
 
 

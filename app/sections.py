@@ -117,6 +117,9 @@ class HiCacheSettings(Section):
     l2_room: float = Field(0.02, ge=0, lt=1, description="part of L2 that eviction keeps free")
     load_s: Seconds = Field(30.0, description="waiting for one layer of a load")
     lost_s: Seconds = Field(60.0, description="copies of which nothing was heard: their pages come back")
+    failed_load: Literal["recompute", "fail"] = Field(
+        "recompute", description="a prefix that does not arrive is computed, or fails its request"
+    )
     strict: bool = Field(False, description="refuse a copy backend without prepared loads")
     checks: Literal["off", "full"] = Field("off", description="digests of pages at each crossing; for tests")
 

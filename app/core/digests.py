@@ -7,7 +7,7 @@ last position, which is where off-by-one faults show.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -81,23 +81,34 @@ def require_equal_digests(
     sent: Sequence[int],
     landed: Sequence[int],
     *,
-    positions: int,
+    pages: PageArray,
     mode: DigestMode,
     room: int,
+    first_position: int = 0,
     layers: Collection[int] | None = None,
+    rank_of: Callable[[int], int | None] = lambda position: None,
 ) -> None:
-    """Corruption, naming buffer, layer and position, unless both lists are equal."""
+    """Corruption, naming buffer, layer, position, page and rank, unless both lists are equal.
+
+    `pages` are where they have landed, the first one at `first_position`; `rank_of` tells who has sent a position.
+    """
     if len(sent) != len(landed):
         raise Corruption(f"{len(sent)} digests were sent and {len(landed)} computed", room=room)
     if list(sent) == list(landed):
         return
     for (spec, layer, position), ours, theirs in zip(
-        items(geometry, positions, mode, layers), landed, sent, strict=True
+        items(geometry, len(pages), mode, layers), landed, sent, strict=True
     ):
         if ours != theirs:
+            at, page = first_position + position, int(pages[position])
+            rank = rank_of(at)
+            sender = "" if rank is None else f", sent by rank {rank}"
             raise Corruption(
-                f"page digest differs: {spec.name} layer {layer} position {position}",
+                f"page digest differs: {spec.name} layer {layer} position {at}, which is page {page} here{sender}",
                 room=room,
+                rank=rank,
                 layer=layer,
-                position=position,
+                buffer=spec.name,
+                position=at,
+                page=page,
             )

@@ -175,6 +175,10 @@ class Continuation:
         rows = len(pages) * engine.geometry.page_size
         self._room = min(rows, engine.max_positions)
 
+    def move(self, pages: PageArray) -> None:
+        """Go on over another page table, which holds the same rows."""
+        self._pages = pages
+
     def step(self, hooks: LayerHooks, *, at_most: int | None = None) -> StepOut:
         """At least one token and at most `at_most`, or as many as the pages have room for."""
         room = self._room - self.position if at_most is None else min(at_most, self._room - self.position)

@@ -18,6 +18,7 @@ from app.core.ids import InstanceId, PageArray, RoomId
 from app.core.prefix_tree import Namespace, namespace
 from app.core.slots import SlotTable
 from app.engine.base import Engine
+from app.errors import Corruption, KvferryError
 from app.service.diagnostics import Diagnostics
 from app.service.forwards import Forwards
 from app.service.gates import PageGate
@@ -63,6 +64,8 @@ class NodeContext:
     diagnostics: Diagnostics
     breakers: Breakers
     statistics: TransferStatistics = field(default_factory=TransferStatistics)
+    corrupt: Counter[str] = field(default_factory=Counter)
+    """Requests that failed for wrong bytes, by the buffer; those without a place under "record"."""
     late: Counter[str] = field(default_factory=Counter)
     """Messages that came too late, by their kind and why they were dropped."""
 
@@ -114,6 +117,11 @@ class NodeContext:
         """On the forward thread, at each layer's end."""
         self.forwards.progress()
         self.diagnostics.layer_end()
+
+    def count_corruption(self, reason: KvferryError | None) -> None:
+        """At the end of a room, on either side."""
+        if isinstance(reason, Corruption):
+            self.corrupt[reason.details.get("buffer", "record")] += 1
 
     def hold(
         self, room: RoomId, reason: str, pages: PageArray | None, give_back: Callable[[], None], for_s: float

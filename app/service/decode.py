@@ -35,6 +35,7 @@ from app.service.decode_rooms import DecodeJob, DecodeRooms
 from app.service.handover import handover_of
 from app.service.heartbeats import Heartbeats
 from app.service.jobs import Job, Request, TokenOut
+from app.service.recompute import compute_prefix, may_recompute
 from app.transfer.messages import Destination
 from app.transfer.peers import Peer
 
@@ -82,6 +83,7 @@ class DecodeService:
             finally:
                 if not job.life.ended:
                     job.fail(ClientGone("the request was cancelled", room=job.room))
+                self.node.count_corruption(job.life.reason)
                 try:
                     self.rooms.leave(job)
                 finally:
@@ -151,7 +153,7 @@ class DecodeService:
         job.lease = lease = await node.gate.find(space, request.prompt, most=total, timeout_s=queue_s)
         rows = total + request.max_new_tokens
         missing = pages_for(rows, node.page_size) - len(lease.prefix)
-        lease.own = await node.gate.take(missing, timeout_s=queue_s)
+        lease.own = await node.gate.take(missing, lease=lease, timeout_s=queue_s)
         job.pages = lease.pages
         node.diagnostics.pages(job.pages)
         job.first_position = max(job.first_position, len(lease.prefix))
@@ -234,8 +236,16 @@ class DecodeService:
                     return
             if job.stop_requested:
                 return
-            async with self.node.forwards.turn(timeout_s=limits.queue_s):
-                fresh = await self.node.forwards.run(partial(self._step, job, going_on, left))
+            try:
+                async with self.node.forwards.turn(timeout_s=limits.queue_s):
+                    fresh = await self.node.forwards.run(partial(self._step, job, going_on, left))
+            except KvferryError:
+                if not may_recompute(self.node, job):
+                    raise
+                await compute_prefix(self.node, job, request, _Progress(self.node, job))
+                going_on.move(job.pages)
+                fresh = ()
+                continue
             self.rooms.free_slot(job)
 
     def finish_early(self, job: Job) -> None:

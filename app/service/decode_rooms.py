@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import structlog
 from pydantic import ValidationError
@@ -33,13 +34,27 @@ from app.errors import (
 from app.service.context import NodeContext
 from app.service.jobs import Job, Request, TokenOut
 from app.transfer.client import error_from_problem
-from app.transfer.messages import Abort, Ahead, Alive, Complete, Drained, Failed, Heartbeat, RoomUse, Told
+from app.transfer.messages import (
+    Abort,
+    Ahead,
+    Alive,
+    Complete,
+    Drained,
+    Failed,
+    Heartbeat,
+    Leg,
+    RoomUse,
+    Told,
+)
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
 class DecodeJob(Job):
+    leg: ClassVar[Leg] = "decode"
+    other_leg: ClassVar[Leg] = "prefill"
+
     slot: SlotRef | None = None
     generation: int = 0
     """Of the slot, and known after the slot has gone: prefill may repeat its word."""
@@ -121,7 +136,7 @@ class DecodeRooms:
         job = self._mine(room, message)
         landed = await self._landed_digests(job, message.layers)
         if landed is not None:
-            self._require_equal(job, message.digests, landed, message.layers)
+            self._require_equal(job, message, landed, message.layers)
             job.checked.update(message.layers)
         return Told(room=room, accepted=True)
 
@@ -144,7 +159,7 @@ class DecodeRooms:
         self._require_all_ranks(job, message)
         job.delivered = True
         job.settled_at_s = time.monotonic() + min(message.settle_s, self.node.settings.deadlines.quarantine_s)
-        self._require_equal(job, message.digests, landed, layers)
+        self._require_equal(job, message, landed, layers)
         job.life.advance(Event.LANDED)
         job.facts["received_bytes"] = message.sent_bytes
         job.phases.mark("transfer_end")
@@ -184,18 +199,26 @@ class DecodeRooms:
         return landed
 
     def _require_equal(
-        self, job: DecodeJob, sent: Sequence[int], landed: Sequence[int], layers: Collection[int]
+        self, job: DecodeJob, message: Ahead | Complete, landed: Sequence[int], layers: Collection[int]
     ) -> None:
         """Corruption, which fails the room, unless these are the bytes that were sent."""
+        senders = {
+            position: sent.rank
+            for sent in message.ranks
+            for first, count in sent.positions
+            for position in range(first, first + count)
+        }
         try:
             require_equal_digests(
                 self.node.engine.geometry,
-                sent,
+                message.digests,
                 landed,
-                positions=len(self._received(job)),
+                pages=self._received(job),
+                first_position=job.first_position,
                 mode=self.node.settings.transfer.digests,
                 room=job.room,
                 layers=layers,
+                rank_of=senders.get,
             )
         except KvferryError as error:
             job.fail(error)
@@ -217,7 +240,12 @@ class DecodeRooms:
     async def failed(self, room: RoomId, message: Failed) -> Told:
         """The prefill leg has failed: so has this one, with the same reason."""
         job = self._mine(room, message)
-        problem = {"type": f"urn:kvferry:problem:{message.slug}", "detail": message.reason, "room": room}
+        problem = {
+            "type": f"urn:kvferry:problem:{message.slug}",
+            "detail": message.reason,
+            "room": room,
+            "leg": message.leg,
+        }
         return Told(room=room, accepted=job.fail(error_from_problem(502, problem, job.peer_url)))
 
     def _mine(self, room: RoomId, message: Ahead | Complete | Failed) -> DecodeJob:
@@ -302,7 +330,11 @@ async def tell_abort(
     if not url:
         return None
     message = Abort(
-        instance=node.instance, generation=generation, slug=reason.slug, reason=reason.message[:2000]
+        instance=node.instance,
+        generation=generation,
+        slug=reason.slug,
+        reason=reason.message[:2000],
+        leg="prefill" if reason.leg == "prefill" else "decode",
     )
     timeout_s = node.settings.deadlines.drain_s + node.settings.deadlines.message_s
     try:

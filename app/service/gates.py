@@ -19,7 +19,7 @@ class PageGate:
     def __init__(self, cache: PrefixCache, *, max_waiting: int) -> None:
         self.cache = cache
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[int, asyncio.Future[PageArray]]] = deque()
+        self._waiting: deque[tuple[int, Lease | None, asyncio.Future[PageArray]]] = deque()
 
     @property
     def waiting(self) -> int:
@@ -56,18 +56,18 @@ class PageGate:
             raise
         return lease
 
-    async def take(self, count: int, *, timeout_s: float) -> PageArray:
-        """`count` pages. NoCapacity when they can never be had or the queue is full."""
+    async def take(self, count: int, *, timeout_s: float, lease: Lease | None = None) -> PageArray:
+        """`count` pages, behind the prefix of a lease. NoCapacity when they can never be had or the queue is full."""
         if count > self.cache.pages:
             raise NoCapacity(f"{count} pages are needed and this node has {self.cache.pages} (cache.pages)")
         if not self._waiting:
-            pages = self.cache.allocate(count)
+            pages = self.cache.allocate(count, lease)
             if pages is not None:
                 return pages
         if len(self._waiting) >= self._max_waiting:
             raise NoCapacity(f"{self._max_waiting} requests wait for pages already")
         place: asyncio.Future[PageArray] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, place))
+        self._waiting.append((count, lease, place))
         pages = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -85,7 +85,7 @@ class PageGate:
             self.give(place.result())
             return
         place.cancel()
-        self._waiting = deque(w for w in self._waiting if w[1] is not place)
+        self._waiting = deque(w for w in self._waiting if w[2] is not place)
         self.serve()
 
     def give(self, pages: PageArray) -> None:
@@ -101,8 +101,8 @@ class PageGate:
     def serve(self) -> None:
         """Grant pages to those who wait, in their order, as far as they go."""
         while self._waiting:
-            count, place = self._waiting[0]
-            pages = self.cache.allocate(count)
+            count, lease, place = self._waiting[0]
+            pages = self.cache.allocate(count, lease)
             if pages is None:
                 return
             self._waiting.popleft()

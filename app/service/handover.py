@@ -76,6 +76,7 @@ async def tell_ahead(node: NodeContext, job: PrefillJob, peer: Peer, context: Ch
         generation=job.destination.generation,
         layers=layers,
         digests=tuple(digests),
+        ranks=job.by_rank(),
     )
     url = f"{peer.url}/v1/peer/rooms/{job.room}/ahead"
     await node.client.send("POST", url, message, timeout_s=node.settings.deadlines.message_s)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import structlog
@@ -15,10 +15,10 @@ from app.core.ids import PageArray, RoomId
 from app.core.lifecycle import Lifecycle
 from app.core.phases import Phases
 from app.engine.sampling import Sampling
-from app.errors import DeadlineExceeded, KvferryError
+from app.errors import DeadlineExceeded, KvferryError, PeerFault
 from app.obs.logging import log_once
 from app.tiers.prefix import Lease
-from app.transfer.messages import RoomUse
+from app.transfer.messages import Leg, RoomUse
 from app.transfer.peers import Peer
 
 log = structlog.get_logger(__name__)
@@ -56,6 +56,9 @@ class TokenOut:
 class Job:
     """A live room of this node."""
 
+    leg: ClassVar[Leg]
+    other_leg: ClassVar[Leg]
+
     room: RoomId
     life: Lifecycle
     phases: Phases = field(default_factory=Phases)
@@ -86,6 +89,7 @@ class Job:
         if not self.life.fail(reason):
             return False
         reason.room = reason.room if reason.room is not None else self.room
+        reason.leg = reason.leg or (self.other_leg if isinstance(reason, PeerFault) else self.leg)
         log_once(log, "room.failed", reason, room=self.room, peer=self.peer_url or None)
         self.scope.cancel()
         self.confirmed.set()
@@ -125,7 +129,9 @@ class Job:
             "prompt_tokens": len(request.prompt) if request else 0,
             "pages": 0 if self.pages is None else len(self.pages),
             "cached_pages": 0 if self.lease is None else len(self.lease.prefix),
-            "error": None if reason is None else {"type": reason.slug, "reason": reason.message},
+            "error": None
+            if reason is None
+            else {"type": reason.slug, "leg": reason.leg, "reason": reason.message},
             **{k: round(v, 6) for k, v in self.phases.durations().items()},
             **self.facts,
         }

@@ -37,6 +37,7 @@ from app.service.heartbeats import Heartbeats
 from app.service.jobs import Request, TokenOut
 from app.service.prefill_job import PrefillJob
 from app.service.prefill_rooms import PrefillRooms
+from app.service.recompute import may_recompute, withdraw
 from app.transfer.context import ChunkContext
 from app.transfer.notes import ForwardNotes
 from app.transfer.peers import Peer
@@ -75,6 +76,7 @@ class PrefillService:
             finally:
                 if not job.life.ended:
                     job.fail(ClientGone("the request was cancelled", room=job.room))
+                self.node.count_corruption(job.life.reason)
                 try:
                     self.rooms.leave(job)
                 finally:
@@ -102,9 +104,14 @@ class PrefillService:
                 raise NoCapacity("no metadata slot is free (cache.slots)", room=job.room)
             job.life.advance(Event.ADMIT)
             job.phases.mark("admitted")
-            registered = self._register(job, request, peer, target)
             with job.deadline(limits.forward_s, "the forward outlived deadlines.forward_s:"):
-                await self._forward(job, request, registered, peer)
+                try:
+                    await self._forward(job, request, self._register(job, request, peer, target), peer)
+                except KvferryError:
+                    if job.stop_reason() is not None or not may_recompute(self.node, job):
+                        raise
+                    await withdraw(self.node, self.rooms.fifos, job)
+                    await self._forward(job, request, self._register(job, request, peer, target), peer)
             self._keep(job, request)
         await self._finish(job, peer)
 
@@ -117,7 +124,7 @@ class PrefillService:
         space, queue_s = node.space(request.salt), node.settings.deadlines.queue_s
         job.lease = lease = await node.gate.find(space, request.prompt, most=total - 1, timeout_s=queue_s)
         missing = pages_for(total, node.page_size) - len(lease.prefix)
-        lease.own = await node.gate.take(missing, timeout_s=queue_s)
+        lease.own = await node.gate.take(missing, lease=lease, timeout_s=queue_s)
         job.pages = lease.pages
         node.diagnostics.pages(job.pages)
         if node.tiers.hicache is not None and request.store:
@@ -133,9 +140,13 @@ class PrefillService:
         assert job.lease is not None and job.pages is not None
         if job.life.reason is not None or not request.store:
             return
-        if job.backup is not None and self.node.tiers.hicache is not None:
-            self.node.tiers.hicache.finish(job.backup)
-        self.node.cache.keep(job.lease, request.prompt, job.pages)
+        hicache = self.node.tiers.hicache
+        if hicache is None:
+            self.node.cache.keep(job.lease, request.prompt, job.pages)
+            return
+        if job.backup is not None:
+            hicache.finish(job.backup)
+        hicache.keep(job.lease, request.prompt, job.pages, back_up=job.recomputed)
 
     def _check(self, request: Request) -> None:
         if not request.prompt:
@@ -189,6 +200,7 @@ class PrefillService:
                 listener=backup_of(self.node, job, plan),
             )
             if plan.is_last and self._ahead:
+                job.told_ahead.clear()
                 self.node.spawn(self._tell_ahead(job, peer, context), f"ahead {job.room}")
             job.first = await self.node.forwards.run(partial(self._compute, job, request, plan, notes))
             if not plan.is_last:
@@ -251,6 +263,8 @@ class PrefillService:
             job.fail(error)
         except KvferryError as error:
             log.debug("ahead.not_told", room=job.room, reason=error.message)
+        finally:
+            job.told_ahead.set()
 
     async def _tell_complete(
         self, job: PrefillJob, peer: Peer, digests: list[int], layers: list[int]

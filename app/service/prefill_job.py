@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,11 +18,14 @@ from app.service.sender import PageSender
 from app.tiers.backup import Reservation
 from app.transfer.base import Batch, TransferEngine
 from app.transfer.context import ChunkContext
-from app.transfer.messages import Destination, RankSent, RoomUse
+from app.transfer.messages import Destination, Leg, RankSent, RoomUse
 
 
 @dataclass(eq=False, kw_only=True)
 class PrefillJob(Job):
+    leg: ClassVar[Leg] = "prefill"
+    other_leg: ClassVar[Leg] = "decode"
+
     destination: Destination | None = None
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when decode's pages are known."""
@@ -34,11 +38,18 @@ class PrefillJob(Job):
     """Layers that decode has compared already."""
     backup: Reservation | None = None
     """Pages of L2 for what is computed."""
+    recomputed: bool = False
+    """A load had failed, and the reservation with it: what is kept is copied to L2 afterwards."""
+    told_ahead: asyncio.Event = field(default_factory=asyncio.Event)
+    """Clear while decode may be told of a chunk ahead of its end."""
     staging: SlotRef | None = None
     """Where the metadata record lies until its write can no longer read it."""
     metadata: Batch | None = None
     proven: bool = False
     """Nothing of the room can land any more. Stays False when its hold ended by its deadline."""
+
+    def __post_init__(self) -> None:
+        self.told_ahead.set()
 
     @property
     def sent_bytes(self) -> int:

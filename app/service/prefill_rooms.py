@@ -168,7 +168,7 @@ class PrefillRooms:
 
     async def abort(self, room: RoomId, message: Abort) -> Drained:
         """Give a room up; returns when nothing of it is in flight, or says that it could not be proven."""
-        reason = PeerAborted(message.reason, room=room)
+        reason = PeerAborted(message.reason, room=room, leg=message.leg)
         key = (message.instance or "", message.generation)
         if message.generation:
             self._over.append(key)
@@ -262,6 +262,7 @@ class PrefillRooms:
             generation=job.destination.generation,
             slug=reason.slug,
             reason=reason.message[:2000],
+            leg="decode" if reason.leg == "decode" else "prefill",
         )
         url = f"{job.peer_url}/v1/peer/rooms/{job.room}/failed"
         try:

@@ -64,6 +64,7 @@ def snapshot(node: Node) -> dict[str, Any]:
             "refused_while_open": context.breakers.refused,
         },
         "heartbeats": node.heartbeats.snapshot(),
+        "corrupt": dict(context.corrupt),
         "late_messages": dict(context.late),
         "memory": {
             "rss_bytes": psutil.Process().memory_info().rss,

@@ -31,6 +31,7 @@ from app.tiers.hicache_report import Flushed, Held, flushed, holds, report
 from app.tiers.l2 import HostTier
 from app.tiers.leases import Lease
 from app.tiers.loadback import Loads
+from app.tiers.lost import forsake, saved_owners
 from app.tiers.page_checks import PageChecks
 from app.tiers.prefix import PrefixCache, Tokens
 from app.tiers.reads import TierReads
@@ -151,7 +152,7 @@ class HiCache(PrefixCache):
         with `later` the lease then `waits_for` that, has no pages yet, and `later` is called when the load was
         tried once more. Without it such a hit is a miss.
         """
-        lease = self._open(space)
+        lease = self._open(space, tokens)
         if not self.reuse:
             return lease
         self.looked_up_tokens += len(tokens)
@@ -170,9 +171,9 @@ class HiCache(PrefixCache):
         assert lease.space is not None
         key, most = look.key, look.most
         found = self.tree.match(lease.space, key, floor=True, touch=False)
-        l1, usable = self._on_grid(min(found.l1_tokens, most)), self._on_grid(min(found.tokens, most))
+        l1, usable = self.on_grid(min(found.l1_tokens, most)), self.on_grid(min(found.tokens, most))
         if usable > l1:
-            usable = self._on_grid(min(usable, self.reads.sound(found.node)))
+            usable = self.on_grid(min(usable, self.reads.sound(found.node)))
         if usable > l1 and self.reads.load(lease, key, usable, look.after, may_wait=may_wait):
             self.l2_hit_tokens += lease.l2_tokens
             self.hit_tokens += usable - lease.l2_tokens
@@ -203,7 +204,18 @@ class HiCache(PrefixCache):
         """Send off what was found with `start=False`, as one batch."""
         self.loads.start()
 
-    def _on_grid(self, tokens: int) -> int:
+    def forsake(self, lease: Lease) -> int:
+        """A load has failed: let go of the prefix from its first page on. The number of pages that are missing now."""
+        missing = forsake(self, lease)
+        self.loads.counters.recomputed += 1
+        self.loads.counters.recomputed_tokens += missing * self.page_size
+        return missing
+
+    def _saved_owners(self, lease: Lease) -> npt.NDArray[np.int8]:
+        return saved_owners(self, lease) if self.reuse else super()._saved_owners(lease)
+
+    def on_grid(self, tokens: int) -> int:
+        """As much of that many tokens as may be reused."""
         return tokens // self.grid * self.grid
 
     # ------------------------------------------------------------------ back up
@@ -216,7 +228,7 @@ class HiCache(PrefixCache):
         """
         if not self.reuse or lease.space is None or lease.ended:
             return None
-        key, whole = self._whole(lease.space, tokens)
+        key, whole = self.whole(lease.space, tokens)
         made = self.writes.reserve(lease.space, key, pages[:whole]) if whole else None
         if made is not None:
             made.doubt = lambda: lease.failed

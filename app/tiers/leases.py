@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,8 @@ class Lease:
     """
 
     space: Namespace | None = None
+    prompt: Sequence[int] = ()
+    """All of it, also what was not looked up."""
     node: int = 0
     prefix: PageArray = field(default_factory=lambda: NO_PAGES)
     """Pages of the tree that hold the first positions of the prompt."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -68,16 +69,27 @@ class Load:
             return
         if self.readiness is None:
             raise IllegalTransition("the load was not started", layer=layer)
-        self.readiness.wait(layer)
+        with self._in_time():
+            self.readiness.wait(layer)
         self.check(layer)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """A load that somebody has waited for in vain has failed, for all: what lands later is used by nobody."""
+        try:
+            yield
+        except DeadlineExceeded as error:
+            self.error = self.error or error
+            raise
 
     def confirm(self, timeout_s: float) -> None:
         """Block until every byte has landed, whoever has read it or not. Raises what made the load fail."""
         until = time.monotonic() + timeout_s
         for layer in self.layers:
             self.wait(layer)
-        for ticket in () if self.readiness is None else self.readiness.tickets:
-            ticket.wait(max(0.0, until - time.monotonic()))
+        with self._in_time():
+            for ticket in () if self.readiness is None else self.readiness.tickets:
+                ticket.wait(max(0.0, until - time.monotonic()))
 
     def check(self, layer: int) -> None:
         """Compare the digests of a layer that is there, once. Corruption where they differ."""
@@ -91,7 +103,7 @@ class Load:
             if self.corrupt:
                 page = min(self.corrupt)
                 self.error = self.error or Corruption(
-                    f"page {page} of L2 has changed since it was written", layer=layer, page=page
+                    f"page {page} of L2 has changed since it was written", layer=layer, page=page, buffer="l2"
                 )
                 raise self.error
 
@@ -120,6 +132,9 @@ class LoadCounters:
     """Hits in L2 for which L1 had no room."""
     failed: int = 0
     corrupt_pages: int = 0
+    recomputed: int = 0
+    """Requests that computed what a failed load had not brought."""
+    recomputed_tokens: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -216,17 +231,18 @@ class Loads:
                     load.check(layer)
             except Corruption as error:
                 log.error("load.corrupt", pages=sorted(load.corrupt), reason=error.message)
-        if load.error is not None and load.users:
+        failed = load.error is not None  # read once: a forward's thread may find it late
+        if failed and load.users:
             return  # the pages are in the page tables of requests that have yet to end
         load.settled = True
         for part in load.parts:
             del self.by_ticket[part.ticket]
-            if load.error is not None:
+            if failed:
                 self.freed(self.tree.cancel(part.ticket).pages)
             else:
                 for _ in range(self.acks):
                     self.tree.acknowledge(part.ticket)
-        if load.error is not None:
+        if failed:
             self.counters.failed += 1
             self.counters.corrupt_pages += len(load.corrupt)
             self.host.spoil(sorted(load.corrupt))

@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from app.core.ids import PageArray
 from app.core.lanes import OwnerLanes
-from app.core.owners import plan_owners
 from app.core.prefix_tree import DEFAULT_POLICY, Inserted, Namespace, Policy, PrefixTree
 from app.errors import BadInput, IntegrityError, PageMismatch
 from app.tiers.hicache_report import Flushed, flushed
 from app.tiers.leases import NO_PAGES, Lease
-from app.tiers.room import room_pages, shortfall
+from app.tiers.room import room_pages, shortfall, spread
 
 __all__ = ["Lease", "PrefixCache"]
 
@@ -105,7 +104,7 @@ class PrefixCache:
 
     def find(self, space: Namespace, tokens: Sequence[int], *, most: int) -> Lease:
         """A lease on what is here of a prompt: whole pages, on the grid, at most `most` tokens."""
-        lease = self._open(space)
+        lease = self._open(space, tokens)
         if not self.reuse:
             return lease
         self.looked_up_tokens += len(tokens)
@@ -115,8 +114,8 @@ class PrefixCache:
         self._reuse(lease, key, min(found.l1_tokens, most) // self.grid * self.grid)
         return lease
 
-    def _open(self, space: Namespace) -> Lease:
-        lease = Lease(space=space, since_s=self.clock())
+    def _open(self, space: Namespace, prompt: Sequence[int] = ()) -> Lease:
+        lease = Lease(space=space, prompt=prompt, since_s=self.clock())
         self._live.add(lease)
         return lease
 
@@ -130,9 +129,29 @@ class PrefixCache:
         lease.prefix = np.asarray(hit.pages, dtype=np.int64)
         self.hit_tokens += usable
 
-    def allocate(self, count: int) -> PageArray | None:
-        """`count` pages, shared out among the ranks; evicts once for lanes in deficit. None: no change."""
-        return self._take(plan_owners(count, self.ranks, self._roomiest()))
+    def allocate(self, count: int, lease: Lease | None = None) -> PageArray | None:
+        """`count` pages, shared out among the ranks; evicts once for lanes in deficit. None: no change.
+
+        For a `lease` they are the pages behind its prefix: of the lanes where the tree would look for them, and
+        never so many of a lane that, with those of the prefix, it could not ever have them.
+        """
+        return self._take(self._plan(count, lease))
+
+    def _plan(self, count: int, lease: Lease | None) -> npt.NDArray[np.int8]:
+        room = np.full(self.ranks, self.lanes.pages, dtype=np.int64)
+        if lease is None or self.ranks == 1:
+            return spread(count, room, self._roomiest())
+        room -= np.bincount(self.lanes.owners_of(lease.pages), minlength=self.ranks)
+        saved = self._saved_owners(lease)[:count]
+        left = room - np.bincount(saved, minlength=self.ranks)
+        if (left < 0).any():
+            # they lie too unevenly: what is computed on other lanes is kept as far as it fits the tree
+            saved, left = saved[:0], room
+        return np.concatenate([saved, spread(count - len(saved), left, self._roomiest())])
+
+    def _saved_owners(self, lease: Lease) -> npt.NDArray[np.int8]:
+        """Of the pages behind a lease's prefix that the tree knows elsewhere than in L1."""
+        return np.empty(0, dtype=np.int8)
 
     def _take(self, owners: npt.NDArray[np.int8]) -> PageArray | None:
         """A page of each owner's lane, or None; lanes in deficit are served by an eviction, once."""
@@ -168,7 +187,7 @@ class PrefixCache:
         """
         if not self.reuse or lease.ended or lease.space is None:
             return
-        key, whole = self._whole(lease.space, tokens)
+        key, whole = self.whole(lease.space, tokens)
         done = self._insert(lease.space, key, pages[:whole]) if whole else None
         if done is None:
             return
@@ -179,7 +198,7 @@ class PrefixCache:
         taken = np.delete(table, [i for i in done.duplicates.tolist() if i < len(table)])
         lease.own = lease.own[~np.isin(lease.own, taken)]
 
-    def _whole(self, space: Namespace, tokens: Sequence[int]) -> tuple[Tokens, int]:
+    def whole(self, space: Namespace, tokens: Sequence[int]) -> tuple[Tokens, int]:
         """The key of a prompt's whole pages, and their number."""
         ahead = int(space.bigrams)
         whole = max(len(tokens) - ahead, 0) // self.page_size

@@ -1,4 +1,4 @@
-"""How much to evict: never the exact deficit, but past it, up to a target of free pages in each lane."""
+"""Room in the lanes: how much to evict, never the exact deficit but past it, and which lanes new pages come from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.core.lanes import OwnerLanes
+from app.core.owners import plan_owners
 from app.errors import BadInput
 
 
@@ -28,3 +29,19 @@ def shortfall(
         wanted += np.bincount(owners, minlength=lanes.lanes)
     missing: npt.NDArray[np.int64] = np.maximum(wanted + room - free, 0)
     return missing
+
+
+def spread(count: int, room: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.int8]:
+    """The owners of `count` new pages, as even as `room`, the most that each lane can ever give, allows.
+
+    A range for each lane, in order, from lane `first` on. With too little room altogether it is not looked at.
+    """
+    owners = plan_owners(count, len(room), first)
+    counts = np.bincount(owners, minlength=len(room))
+    if (counts <= room).all() or room.sum() < count:
+        return owners
+    counts = np.minimum(counts, room)
+    for _ in range(count - int(counts.sum())):
+        counts[np.argmax(room - counts)] += 1
+    order = (np.arange(len(room)) + first) % len(room)
+    return np.repeat(order, counts[order]).astype(np.int8)

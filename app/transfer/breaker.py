@@ -11,6 +11,7 @@ Any answer closes it, a refusal too: it tells of the request, not of the peer.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,7 +102,9 @@ class Breakers:
         if entry.state is Circuit.HALF_OPEN or left > 0:
             self.refused += 1
             when = "another request is trying" if left <= 0 else f"the next try is in {left:.1f} s"
-            raise PeerUnavailable(f"{url} has not answered ({entry.reason}); {when}", peer=url)
+            error = PeerUnavailable(f"{url} has not answered ({entry.reason}); {when}", peer=url)
+            error.retry_after_s = max(math.ceil(left), 1)
+            raise error
         self._move(url, entry, Sign.PAUSE_OVER)
         return True
 

@@ -37,6 +37,8 @@ def _by_slug() -> dict[str, type[KvferryError]]:
 
 
 _ERRORS = _by_slug()
+_PLACES = ("room", "rank", "layer", "position", "page")
+_NAMES = ("leg", "buffer")
 
 
 def error_from_problem(status: int, problem: Any, url: str) -> KvferryError:
@@ -48,8 +50,9 @@ def error_from_problem(status: int, problem: Any, url: str) -> KvferryError:
     kind = _ERRORS.get(slug)
     if kind is None or kind is errors.KvferryError:
         return PeerRefused(f"{url} answered {status}: {detail}")
-    room = problem.get("room")
-    return kind(detail, room=room if isinstance(room, int) else None, peer=url)
+    places: dict[str, Any] = {key: value for key in _PLACES if type(value := problem.get(key)) is int}
+    places |= {key: value[:128] for key in _NAMES if isinstance(value := problem.get(key), str)}
+    return kind(detail, **places, peer=url)
 
 
 class _Resolver(AbstractResolver):

@@ -21,6 +21,7 @@ REQUIRED = (DRAIN_ACK, "absolute-positions")
 Instance = Annotated[str, Field(min_length=8, max_length=64)]
 Address = Annotated[int, Field(ge=0, lt=2**64)]
 Size = Annotated[int, Field(ge=0, lt=2**48)]
+Leg = Literal["prefill", "decode"]
 Reason = Annotated[str, Field(max_length=2000)]
 
 
@@ -124,19 +125,6 @@ Digests = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**64)], ...], Field(max
 Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**20)], ...], Field(max_length=4096)]
 
 
-class Ahead(Message):
-    """POST /v1/peer/rooms/{room}/ahead: these layers have landed; later ones are still being computed.
-
-    Their digests are compared beside the rest of the forward, so that only the last group's are left to
-    compare after it. It promises nothing: `Complete` alone says that everything is there.
-    """
-
-    instance: Instance
-    generation: Annotated[int, Field(ge=1, lt=2**63)]
-    layers: Annotated[Layers, Field(min_length=1)]
-    digests: Digests = ()
-
-
 class RankSent(Message):
     """What one rank has sent of a room: the positions as (first, count), none when it owns none."""
 
@@ -150,13 +138,31 @@ class RankSent(Message):
     sent_bytes: Size
 
 
+RanksSent = Annotated[tuple[RankSent, ...], Field(max_length=64)]
+
+
+class Ahead(Message):
+    """POST /v1/peer/rooms/{room}/ahead: these layers have landed; later ones are still being computed.
+
+    Their digests are compared beside the rest of the forward, so that only the last group's are left to
+    compare after it. It promises nothing: `Complete` alone says that everything is there.
+    """
+
+    instance: Instance
+    generation: Annotated[int, Field(ge=1, lt=2**63)]
+    layers: Annotated[Layers, Field(min_length=1)]
+    digests: Digests = ()
+    ranks: RanksSent = ()
+    """As in `Complete`, with the bytes so far: whose page it is that differs."""
+
+
 class Complete(Message):
     """POST /v1/peer/rooms/{room}/complete: every byte has landed, slot included."""
 
     instance: Instance
     generation: Annotated[int, Field(ge=1, lt=2**63)]
     sent_bytes: Size
-    ranks: Annotated[tuple[RankSent, ...], Field(min_length=1, max_length=64)]
+    ranks: Annotated[RanksSent, Field(min_length=1)]
     """One for each rank of the prefill node, in order: together every position once."""
     digests: Digests = ()
     layers: Layers | None = None
@@ -172,6 +178,8 @@ class Failed(Message):
     """Of the slot that was named for the room: a late word must not fail the next use of the number."""
     slug: Annotated[str, Field(max_length=64)]
     reason: Reason
+    leg: Leg = "prefill"
+    """Where it went wrong: prefill may fail for what decode did."""
 
 
 class Abort(Message):
@@ -182,6 +190,7 @@ class Abort(Message):
     """Of the slot that was named for the room; 0 when none was. Tells one use of a room from another."""
     slug: Annotated[str, Field(max_length=64)] = "peer-aborted"
     reason: Reason
+    leg: Leg = "decode"
 
 
 class Drained(Message):

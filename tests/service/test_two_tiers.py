@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
-from app.errors import ClientGone, Corruption
+from app.errors import ClientGone, Corruption, TransferFailed
 from app.service.caches import cache_report
-from tests.support.harness import PAGE, Cluster, eventually, prompt_of
+from app.service.node import Node
+from app.tiers.copy_faults import CopyFault
+from app.tiers.descriptors import LayerCopy
+from tests.support.harness import PAGE, Cluster, eventually, is_slot, prompt_of
 from tests.tiers.cache_rig import held
 
 CHUNK = 4 * PAGE
@@ -56,11 +62,16 @@ async def settled(cluster: Cluster) -> None:
 
 
 async def all_out(cluster: Cluster) -> None:
-    """Evict what nobody holds from L1, so that the next hit comes from L2."""
+    """Evict what nobody holds from L1, and overwrite it, so that the next hit comes from L2."""
     await settled(cluster)
     for node in cluster.nodes:
         cache = node.context.cache
         cache.lanes.release(cache.tree.evict(1, cache.pages))
+        every = np.arange(cache.pages)
+        for page in every[cache.lanes.is_free(every)].tolist():
+            rank, physical = divmod(page, cache.lanes.pages)
+            for buffer in node.context.pools[rank].buffers.values():
+                buffer.tensor[:, physical] = 0xEE
 
 
 @pytest.mark.contract(34, 140)
@@ -153,8 +164,11 @@ async def test_an_aborted_prompt_leaves_nothing_in_the_host(cluster: Cluster) ->
 
 @pytest.mark.case("C11")
 async def test_a_page_that_changed_in_the_host_is_not_decoded(cluster: Cluster) -> None:
-    """A bit flips in L2: the request that loads the page fails with its place; the next one computes it again."""
-    await cluster.start(*sides())
+    """A bit flips in L2: the request that loads the page fails with its place; the next one computes it again.
+
+    So it is where a failed load is to fail its request.
+    """
+    await cluster.start(*sides(failed_load="fail"))
     prompt = prompt_of(8 * PAGE + 1)
     await cluster.serve(prompt)
     await all_out(cluster)
@@ -212,6 +226,189 @@ async def test_a_load_waits_until_room_was_written_back(cluster: Cluster, end: s
     await settled(cluster)
     await cluster.free()
     assert cache.backups.counters.dropped == 0
+
+
+@dataclass
+class Torn:
+    """Faults of the next load's copies of one layer; `done` counts them."""
+
+    fault: CopyFault
+    layer: int
+    done: int = 0
+
+    def __call__(self, copy: LayerCopy) -> CopyFault | None:
+        if copy.layer != self.layer or self.done:
+            return None
+        self.done += 1
+        return self.fault
+
+
+def loads_of(node: Node) -> Any:
+    hicache = node.context.tiers.hicache
+    assert hicache is not None
+    return hicache.loads.counters
+
+
+FAULTS = {
+    "fails": CopyFault(error=TransferFailed("torn")),
+    "lands late": CopyFault(error=TransferFailed("torn"), lands_after_s=0.3),
+    "is too late": CopyFault(delay_s=1.0),
+}
+
+
+@pytest.mark.case("C11")
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("layer", [0, 5, 12])
+@pytest.mark.parametrize("how", sorted(FAULTS))
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_what_a_failed_load_did_not_bring_is_computed(
+    cluster: Cluster, side: str, how: str, layer: int, ranks: int
+) -> None:
+    """A copy of a load fails, lands after it has failed, or is too late: the request computes, with the same output."""
+    await cluster.start(*sides(ranks=ranks, load_s=0.25 if how == "is too late" else 20.0))
+    prompt = prompt_of(11 * PAGE + 5)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    node = cluster.prefill if side == "prefill" else cluster.decode
+    torn = Torn(FAULTS[how], layer)
+    node.context.tiers.queues[1]._faults = torn
+    legs = await cluster.serve([*prompt, 1, 2, 3])
+    job = legs.prefill if side == "prefill" else legs.decode
+    assert torn.done == 1
+    counters = loads_of(node)
+    assert (counters.recomputed, counters.recomputed_tokens) == (1, 11 * PAGE)
+    assert (job.facts["recomputed_tokens"], job.facts["cached_tokens"]) == (11 * PAGE, 0)
+    await settled(cluster)
+    await cluster.free()
+    assert counters.failed == 1
+    node.context.tiers.queues[1]._faults = None
+    again = await cluster.serve([*prompt, 1, 2, 3])
+    assert again.prefill.facts["cached_tokens"] == again.decode.facts["cached_tokens"] == 11 * PAGE
+    await settled(cluster)
+    await cluster.free()
+
+
+@pytest.mark.case("C11")
+@pytest.mark.parametrize("ranks", [1, 4])
+async def test_a_page_that_changed_in_the_host_is_computed_again(cluster: Cluster, ranks: int) -> None:
+    """A bit of every page flips in L2, on both sides: neither reads it, the output is right, now and later."""
+    await cluster.start(*sides(ranks=ranks))
+    prompt = prompt_of(8 * PAGE + 1)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    for node in cluster.nodes:
+        for pool in node.context.tiers.hosts:
+            pool.layer("target.kv", 3)[:, 7] ^= 1
+    legs = await cluster.serve(prompt)
+    assert [job.facts["recomputed_tokens"] for job in legs.jobs] == [8 * PAGE] * 2
+    await settled(cluster)
+    await cluster.free()
+    assert [loads_of(node).recomputed for node in cluster.nodes] == [1, 1]
+    for _ in range(2):  # as a hit in L1, and as what is in L2 alone
+        await cluster.serve(prompt)
+        await all_out(cluster)
+    assert [loads_of(node).failed for node in cluster.nodes] == [1, 1]
+    await cluster.free()
+
+
+@pytest.mark.case("C11")
+@pytest.mark.parametrize("digests", ["full", "off"])
+async def test_a_load_that_fails_in_the_last_layer_sends_everything_again(
+    cluster: Cluster, digests: str
+) -> None:
+    """Groups of a chunk have landed when the load of the draft fails: they are sent anew, and the bytes add up."""
+    prefill, decode = sides()
+    decode["cache"] = {**decode["cache"], "reuse": "off"}
+    decode["hicache"] = {}
+    for side in (prefill, decode):
+        side["transfer"] = {"digests": digests}
+    await cluster.start(prefill, decode)
+    prompt = prompt_of(11 * PAGE + 5)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    last = cluster.prefill.context.engine.geometry.layers[-1]
+    torn = Torn(CopyFault(error=TransferFailed("torn"), delay_s=0.3), last)
+    cluster.prefill.context.tiers.queues[1]._faults = torn
+    before = len(cluster.writer.submitted)
+    legs = await cluster.serve(prompt)
+    page_bytes = cluster.prefill.context.engine.geometry.page_bytes()
+    assert legs.prefill.facts["sent_bytes"] == 12 * page_bytes
+    moved = sum(block.length for _, block in cluster.writer.submitted[before:] if not is_slot(block))
+    assert moved > 12 * page_bytes
+    await settled(cluster)
+    await cluster.free()
+
+
+@pytest.mark.case("C11")
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_other_pages_are_waited_for(cluster: Cluster, side: str) -> None:
+    """L1 has no room for a prefix twice: it is computed when the failed load can no longer land, in its pages."""
+    await cluster.start(*sides(pages=16, l1_room=0.0))
+    prompt = prompt_of(11 * PAGE + 5)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    node = cluster.prefill if side == "prefill" else cluster.decode
+    node.context.tiers.queues[1]._faults = Torn(FAULTS["lands late"], 2)
+    await cluster.serve(prompt)
+    assert loads_of(node).recomputed == 1
+    await settled(cluster)
+    await cluster.free()
+
+
+@pytest.mark.case("C11", "A10")
+@pytest.mark.parametrize("digests", ["full", "off"])
+async def test_a_room_can_be_given_up_before_it_is_computed_again(cluster: Cluster, digests: str) -> None:
+    """A write of the first forward has not ended: nothing is computed in its place, and an abort leaves nothing."""
+    await cluster.start(*({**side, "transfer": {"digests": digests}} for side in sides()))
+    prompt = prompt_of(11 * PAGE + 5)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    cluster.decode.context.tiers.hicache.flush()  # type: ignore[union-attr]
+    layers = cluster.prefill.context.engine.geometry.layers
+    torn = Torn(CopyFault(error=TransferFailed("torn"), delay_s=0.3), layers[-1])
+    cluster.prefill.context.tiers.queues[1]._faults = torn
+    cluster.writer.hold()
+    legs = cluster.start_both(prompt)
+    await eventually(lambda: torn.done and legs.prefill.lease and legs.prefill.lease.failed)
+    await eventually(lambda: not len(cluster.prefill_rooms.fifos))
+    await asyncio.sleep(0.05)  # it goes on, if it does not wait
+    assert (loads_of(cluster.prefill).recomputed, legs.prefill.life.reason) == (0, None)
+    legs.decode.fail(ClientGone("gone"))
+    await legs.decode.answered.wait()
+    await eventually(lambda: legs.prefill.life.reason is not None)
+    cluster.writer.let_go()
+    await settled(cluster)
+    await cluster.free()
+    assert loads_of(cluster.prefill).recomputed == 0
+
+
+@pytest.mark.contract(19)
+async def test_a_hit_that_was_not_loaded_is_computed_where_it_lay(cluster: Cluster) -> None:
+    """Four ranks, a lane without room for a load: what is computed instead lies on the saved owners, and is kept."""
+    await cluster.start(*sides(ranks=4, pages=16, l1_room=0.0))
+    cache = cluster.prefill.context.tiers.hicache
+    assert cache is not None
+    prompt = prompt_of(12 * PAGE + 1)
+    await cluster.serve(prompt)
+    await all_out(cluster)
+    taken = cache.lanes.alloc_pages_with_owners([0, 0])
+    assert taken is not None
+    longer = [*prompt, *prompt_of(2 * PAGE, salt=1)]
+    legs = cluster.start_both(longer)
+    await eventually(lambda: cluster.prefill.context.gate.waiting)
+    assert cache.loads.counters.misses == 1
+    cluster.prefill.context.gate.give(taken)
+    await cluster.expect_local(legs)
+    assert legs.prefill.facts["cached_tokens"] == 0
+    await settled(cluster)
+    key = np.array(longer)
+    space = cluster.prefill.context.space()
+    assert cache.tree.match(space, key, floor=True).l1_tokens == 14 * PAGE
+    assert cache.tree.stats().l2_pages == 14
+    await all_out(cluster)
+    again = await cluster.serve(longer)
+    assert again.prefill.facts["l2_tokens"] == 14 * PAGE
+    await cluster.free()
 
 
 @pytest.mark.case("I4")

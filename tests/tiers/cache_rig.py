@@ -85,7 +85,7 @@ class CacheRig:
     def begin(self, prompt: list[int], space: Namespace = PLAIN) -> Request | None:
         """Find, allocate, reserve. None when L1 has no room."""
         lease = self.find(prompt, space)
-        own = self.cache.allocate(-(-len(prompt) // PAGE) - len(lease.prefix))
+        own = self.cache.allocate(-(-len(prompt) // PAGE) - len(lease.prefix), lease)
         if own is None:
             self.cache.end(lease)
             return None

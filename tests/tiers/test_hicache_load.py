@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.core.prefix_tree import Residency
-from app.errors import Corruption, DeadlineExceeded, IntegrityError, TransferFailed
+from app.errors import BadInput, Corruption, DeadlineExceeded, IntegrityError, TransferFailed
 from app.tiers.copy_faults import CopyFault
 from app.tiers.descriptors import LayerCopy
 from app.tiers.leases import Lease
@@ -512,6 +512,187 @@ def test_a_prompt_computed_on_other_ranks_keeps_what_fits() -> None:
         lease.own = own
         rig.cache.keep(lease, [*prompt, 1, 1, 1], lease.own)
         assert len(lease.own) == 5 and lease.node == 0
+        rig.cache.end(lease)
+
+
+@pytest.mark.case("C11")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lease_goes_on_without_what_did_not_arrive(ranks: int) -> None:
+    """Half of a prefix is in L1, the load of the rest fails: that half stays, and the lost pages are out of reach."""
+    with cache_rig(ranks=ranks, l1_pages=32 // ranks, l2_pages=32) as rig:
+        prompt = in_l2(rig, 32)
+        half = rig.find(prompt[:17])
+        half.confirm(WAIT_S)
+        rig.settle()
+        rig.cache.end(half)
+        rig.fault = loads(CopyFault(error=TransferFailed("torn"), lands_after_s=0.05), 3)  # type: ignore[assignment]
+        of = rig.begin([*prompt, *tokens(8, 1)])
+        assert of is not None and of.reservation is not None
+        assert (len(of.lease.prefix), of.lease.l2_tokens) == (8, 16)
+        lost, own = of.lease.prefix[4:], of.lease.own
+        with pytest.raises(TransferFailed, match="torn"):
+            rig.forward([of])
+        assert rig.cache.forsake(of.lease) == 4
+        assert (len(of.lease.prefix), of.lease.loads, of.lease.failed) == (4, [], None)
+        assert of.reservation.error is not None
+        rig.require_bytes(prompt, PLAIN, of.lease.prefix)
+        new = rig.cache.allocate(4, of.lease)
+        assert new is not None and not np.isin(new, lost).any()
+        of.lease.own = np.concatenate([new, own])
+        of.table, of.reservation = of.lease.pages, None
+        rig.settle()  # it lands now
+        assert rig.cache.lanes.is_free(lost).all()
+        rig.fault = lambda copy: None
+        rig.forward([of])
+        rig.cache.keep(of.lease, of.prompt, of.table, back_up=True)
+        found = rig.cache.tree.match(PLAIN, np.array(of.prompt))
+        assert found.l1_tokens == len(of.prompt) // PAGE * PAGE
+        rig.require_bytes(of.prompt, PLAIN, found.pages)
+        rig.cache.end(of.lease)
+        counters = rig.cache.loads.counters
+        assert (counters.recomputed, counters.recomputed_tokens) == (1, 16)
+        rig.settle()
+        assert rig.cache.tree.stats().l2_pages == len(of.prompt) // PAGE
+
+
+@pytest.mark.case("C11")
+def test_two_that_share_a_failed_load_go_on_alone() -> None:
+    """Two requests wait for one load: the first to go on takes nothing away from the other, which does the same."""
+    with cache_rig(l1_pages=32) as rig:
+        prompt = in_l2(rig, 16)
+        gate = threading.Event()
+
+        def fault(copy: LayerCopy) -> CopyFault:
+            assert gate.wait(WAIT_S)
+            return CopyFault(error=TransferFailed("torn"))
+
+        rig.fault = fault
+        first, second = (rig.find([*prompt, *tokens(8, salt)]) for salt in (1, 2))
+        assert first.loads == second.loads != []
+        lost = first.prefix
+        gate.set()
+        rig.settle()
+        for lease in (first, second):
+            assert lease.failed is not None
+            assert not rig.cache.lanes.is_free(lost).any()  # somebody has them in its page table
+            assert rig.cache.forsake(lease) == 4
+        assert rig.cache.lanes.is_free(lost).all()
+        rig.cache.end(first)
+        rig.cache.end(second)
+
+
+@pytest.mark.case("C11")
+def test_what_remains_of_a_prefix_is_on_the_grid() -> None:
+    """Three pages are in L1 and the grid is two: the third one is computed again as well, elsewhere."""
+    with cache_rig(grid=2 * PAGE) as rig:
+        prompt = in_l2(rig, 24)
+        lease = rig.cache._open(PLAIN, prompt[:13])
+        assert rig.cache.reads.load(lease, np.array(prompt[:12]), 12, ())
+        rig.cache.start_loads()
+        rig.settle()
+        rig.cache.end(lease)
+        rig.fault = loads(CopyFault(error=TransferFailed("torn")), 0)  # type: ignore[assignment]
+        lease = rig.find([*prompt, 1])
+        assert (len(lease.prefix), lease.l2_tokens) == (6, 12)
+        rig.settle()
+        assert rig.cache.forsake(lease) == 4
+        assert len(lease.prefix) == 2
+        rig.cache.end(lease)
+
+
+def test_only_a_failed_load_is_given_up() -> None:
+    """A prefix that has arrived, and one that never was in L2, are not to be computed again."""
+    with cache_rig() as rig:
+        lease = rig.find(in_l2(rig, 16))
+        lease.confirm(WAIT_S)
+        with pytest.raises(BadInput, match="no load"):
+            rig.cache.forsake(lease)
+        rig.settle()
+        rig.cache.end(lease)
+
+
+@pytest.mark.case("C11")
+def test_a_load_that_was_waited_for_in_vain_has_failed() -> None:
+    """A layer is not there in time: the load has failed for everybody, also when it lands after all."""
+    with cache_rig(load_deadline_s=0.05) as rig:
+        prompt = in_l2(rig, 16)
+        gate = threading.Event()
+        rig.fault = held(gate)
+        lease = rig.find(prompt)
+        with pytest.raises(DeadlineExceeded, match="layer 0"):
+            lease.wait(0)
+        gate.set()
+        rig.settle()
+        assert isinstance(lease.failed, DeadlineExceeded) and not lease.loaded
+        assert rig.cache.forsake(lease) == 4
+        rig.cache.end(lease)
+        assert rig.cache.cached_pages == 0
+
+
+@pytest.mark.contract(19)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_computed_again_goes_to_the_owners_of_its_copy(ranks: int) -> None:
+    """A hit of which the last page is not to be loaded: that page is computed on the rank that has its copy."""
+    with cache_rig(ranks=ranks, l1_pages=16 // ranks, l2_pages=16) as rig:
+        prompt = tokens(20)
+        rig.serve(prompt, PAIRS)
+        rig.leave_l1()
+        found = rig.cache.tree.match(PAIRS, np.array(prompt), touch=False)
+        owners = rig.cache.tree.load_owners(found.node)
+        assert (found.l1_tokens, found.tokens) == (0, 16)
+        taken = rig.cache.lanes.alloc_pages_with_owners([int(owners[3])])  # another lane is the roomiest now
+        assert taken is not None
+        lease = rig.cache.find(PAIRS, prompt, most=12)
+        own = rig.cache.allocate(2, lease)
+        assert own is not None
+        assert rig.cache.lanes.owners_of(own)[0] == owners[3]
+        lease.own = own
+        rig.settle()
+        rig.cache.keep(lease, prompt, lease.pages)
+        assert len(lease.own) == 1
+        assert rig.cache.tree.match(PAIRS, np.array(prompt), touch=False).l1_tokens == 16
+        rig.cache.end(lease)
+        rig.cache.release(taken)
+
+
+def test_a_prefix_on_one_lane_leaves_the_rest_to_the_others() -> None:
+    """A prefix has all pages of a lane: the request's own are of the other lanes, and it does not wait for ever."""
+    with cache_rig(ranks=4, l1_pages=4, l2_pages=16) as rig:
+        own = rig.cache.lanes.alloc_pages_with_owners([0] * 4)
+        assert own is not None
+        lease = rig.cache._open(PLAIN)
+        lease.own = own
+        rig.cache.keep(lease, tokens(16), own)
+        rig.cache.end(lease)
+        lease = rig.find([*tokens(16), *tokens(48, salt=1)])
+        rest = rig.cache.allocate(12, lease)
+        assert rest is not None
+        assert np.bincount(rig.cache.lanes.owners_of(rest)).tolist() == [0, 4, 4, 4]
+        rig.cache.release(rest)
+        rig.cache.end(lease)
+
+
+def test_owners_too_uneven_for_the_lanes_are_not_kept_to() -> None:
+    """A copy has more pages of a lane than the prefix leaves of it: the request gets others, at once."""
+    with cache_rig(ranks=2, l1_pages=4, l2_pages=16) as rig:
+        lease = rig.cache._open(PLAIN)
+        own = rig.cache.lanes.alloc_pages_with_owners([0] * 4)
+        assert own is not None
+        lease.own = own
+        rig.cache.keep(lease, tokens(16), own, back_up=True)
+        rig.cache.end(lease)
+        rig.settle()
+        rig.leave_l1()
+        taken = rig.cache.lanes.alloc_pages_with_owners([0])
+        assert taken is not None
+        lease = rig.find([*tokens(16), *tokens(8, salt=1)])
+        assert (len(lease.prefix), rig.cache.loads.counters.misses) == (0, 1)
+        assert rig.cache.allocate(6, lease) is None  # the lane's four pages will be there
+        lease.prefix = taken  # now they cannot be
+        other = rig.cache.allocate(6, lease)
+        assert other is not None
+        lease.prefix = taken[:0]
+        rig.cache.release(np.concatenate([other, taken]))
         rig.cache.end(lease)
 
 

@@ -145,10 +145,26 @@ class TieredCache(RuleBasedStateMachine):
             self.rig.forward([live.request for live in batch], batch[0].chunks, CHUNKS)
         except KvferryError:
             for live in batch:
-                self.close(live)
+                self.begin_again(live)
             return
         for live in batch:
             live.chunks += 1
+
+    def begin_again(self, live: Live) -> None:
+        """Compute what a failed load did not bring, in other pages; without a failed load, or room, give up."""
+        lease, cache = live.request.lease, self.rig.cache
+        if lease.failed is None:
+            self.close(live)
+            return
+        prompt, space = live.request.prompt, live.request.space
+        pages = cache.allocate(cache.forsake(lease), lease)
+        self.rig.forget_free()
+        if pages is None:
+            self.close(live)
+            return
+        self.rig.require_bytes(prompt, space, lease.prefix)
+        lease.own = np.concatenate([pages, lease.own])
+        live.request.table, live.request.reservation, live.chunks = lease.pages, None, 0
 
     @rule(which=st.integers(0, 9))
     def keep(self, which: int) -> None:
