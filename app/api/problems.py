@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import FastAPI, Path, Request
@@ -25,13 +25,16 @@ _SLUGS = {400: "malformed", 404: "not-found", 405: "method-not-allowed", 413: "t
 
 
 class Problem(BaseModel):
-    """RFC 9457. `type` ends with the stable name of the error; further members name room, rank, layer."""
+    """RFC 9457. `type` ends with the stable name of the error; further members say where it happened."""
 
     type: str = Field(examples=["urn:kvferry:problem:page-mismatch"])
     title: str
     status: int
     detail: str
     room: int | None = None
+    leg: Literal["prefill", "decode"] | None = Field(None, description="the half of the request that failed")
+    rank: int | None = None
+    layer: int | None = None
 
 
 def problem_response(error: KvferryError) -> JSONResponse:

@@ -18,9 +18,19 @@ from app.errors import (
     TransferFailed,
 )
 from app.sections import DeadlineSettings, TransferSettings
-from app.transfer.base import Status
+from app.transfer.base import Block, Status
 from app.transfer.fake import Fault
-from tests.support.harness import PAGE, Cluster, Legs, eventually, is_slot, node_settings, prompt_of
+from tests.support.harness import (
+    PAGE,
+    Cluster,
+    Legs,
+    eventually,
+    is_slot,
+    node_settings,
+    page_list,
+    prompt_of,
+)
+from tests.support.patience import patiently
 
 
 @pytest.mark.case("F2")
@@ -172,8 +182,7 @@ async def test_a_full_queue_refuses_arrivals_only(cluster: Cluster, side: str) -
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     detail = "2 requests wait already (limits.queued_requests)"
     assert (answer.json()["type"], answer.json()["detail"]) == ("urn:kvferry:problem:no-capacity", detail)
-    async with asyncio.timeout(10):
-        await other.answered.wait()
+    await patiently(other.answered.wait, 10)
     assert other.life.reason is not None and other.life.reason.message == detail
     if side == "prefill":
         assert isinstance(other.life.reason, NoCapacity)
@@ -276,6 +285,36 @@ async def test_a_wedged_engine_fails_the_room(cluster: Cluster) -> None:
     await cluster.free()
 
 
+@pytest.mark.case("F11", "J6")
+async def test_a_peer_out_of_reach_gets_a_new_engine_while_rooms_with_others_go_on(cluster: Cluster) -> None:
+    """Writes to one decode fail although it answers: a new driver serves it, another decode's room never notices."""
+    quick = {"retries": 2, "retry_after_s": 0.05, "late_landing_s": 0.1}
+    await cluster.start(prefill={"transfer": quick})
+    other = await cluster.add("decode")
+    unreachable = cluster.decode.context.transfer.session
+    rebuilt = cluster.prefill.context.transfer.counters
+
+    def plan(session: str, block: Block) -> Fault:
+        wedged = session == unreachable and not rebuilt["rebuilds"]
+        return Fault(status=Status.FAILED) if wedged else Fault()
+
+    cluster.writer.plan = plan
+    cluster.writer.hold(lambda block: is_slot(block) and not rebuilt["rebuilds"])
+    request = cluster.request(prompt_of(40, salt=1))
+    theirs = Legs(
+        request=request,
+        prefill=cluster.start_prefill(request),
+        decode=cluster.start_decode(request, other),
+    )
+    await eventually(lambda: theirs.prefill.metadata is not None)
+    legs = cluster.start_both(prompt_of(40))
+    await cluster.expect_local(legs)
+    await cluster.expect_local(theirs)
+    assert rebuilt["rebuilds"] == 1
+    assert rebuilt["retries"] >= 2
+    await cluster.free()
+
+
 @pytest.mark.case("N2")
 async def test_one_failed_write_fails_one_room(cluster: Cluster) -> None:
     """One -1 among five rooms at once: that room fails at both ends, the others succeed."""
@@ -299,9 +338,15 @@ async def test_one_flipped_byte_fails_the_request_on_both_sides(cluster: Cluster
     cluster.writer.plan = lambda session, block: next(flips, Fault())
     legs = cluster.start_both(prompt_of(40))
     reasons = await legs.failed()
-    for reason in reasons:
+    page = page_list(legs.decode)[0]
+    for reason, node in zip(reasons, (cluster.prefill, cluster.decode), strict=True):
         assert reason is not None and reason.slug == "corruption"
-        assert reason.message == "page digest differs: target.kv layer 3 position 0"
+        assert reason.message == (
+            f"page digest differs: target.kv layer 3 position 0, which is page {page} here, sent by rank 0"
+        )
+        place = {"rank": 0, "layer": 3, "position": 0, "page": page, "buffer": "target.kv"}
+        assert reason.fields().items() >= {"room": legs.room, "leg": "decode", **place}.items()
+        assert node.statistics()["corrupt"] == {"target.kv": 1}
     assert await legs.tokens() == []
     assert cluster.wire.sent("abort", legs.room) == []
     await cluster.free()

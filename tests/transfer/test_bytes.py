@@ -293,6 +293,7 @@ async def test_one_flipped_byte_is_corruption(start_rig: StartRig) -> None:
     await transfer.context(SOURCE, TARGET).finish()
     landed = page_digests(FLAT, {"target.kv": transfer.theirs.view("target.kv")}, TARGET, "full")
     with pytest.raises(Corruption) as caught:
-        require_equal_digests(FLAT, sent, landed, positions=5, mode="full", room=7)
-    assert caught.value.fields() == {"room": 7, "layer": 2, "position": 3}
+        require_equal_digests(FLAT, sent, landed, pages=TARGET, mode="full", room=7)
+    place = {"layer": 2, "position": 3, "page": int(TARGET[3]), "buffer": "target.kv"}
+    assert caught.value.fields() == {"room": 7, **place}
     assert sum(a != b for a, b in zip(sent, landed, strict=True)) == 1

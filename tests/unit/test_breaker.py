@@ -38,10 +38,11 @@ def test_failures_in_a_row_open_it_and_requests_are_refused_at_once() -> None:
     """Three failures open a circuit; a request is then refused with the reason, without asking the peer."""
     breakers, _ = opened()
     with (
-        pytest.raises(PeerUnavailable, match=r"connection refused.*next try is in 5.0 s"),
+        pytest.raises(PeerUnavailable, match=r"connection refused.*next try is in 5.0 s") as caught,
         breakers.attempt(URL),
     ):
         pytest.fail("the peer was asked")
+    assert caught.value.retry_after_s == 5
     assert (breakers.refused, breakers.opened) == (1, 1)
     assert breakers.snapshot()[URL]["state"] == "open"
 

@@ -47,7 +47,7 @@ def test_equal_bytes_at_other_pages_have_equal_digests(mode: DigestMode) -> None
         theirs[name][:, there] = ours[name][:, here]
     sent, landed = page_digests(GEOMETRY, ours, here, mode), page_digests(GEOMETRY, theirs, there, mode)
     assert sent == landed
-    require_equal_digests(GEOMETRY, sent, landed, positions=20, mode=mode, room=7)
+    require_equal_digests(GEOMETRY, sent, landed, pages=there, mode=mode, room=7)
 
 
 @pytest.mark.parametrize("layers", [None, [5], [1, 0], []])
@@ -110,16 +110,26 @@ def test_other_threads_run_while_pages_are_digested() -> None:
 
 @pytest.mark.case("N3")
 def test_one_flipped_bit_is_named() -> None:
-    """In full mode each single flipped bit raises, naming buffer, layer and position."""
+    """In full mode each single flipped bit raises, naming buffer, layer, position, page and the rank that sent it."""
     ours, all_pages = pools(6), pages(3, 0, 5)
     sent = page_digests(GEOMETRY, ours, all_pages, "full")
     ours["target.kv"][2, 0, 63] ^= 1
     with pytest.raises(Corruption) as caught:
         require_equal_digests(
-            GEOMETRY, sent, page_digests(GEOMETRY, ours, all_pages, "full"), positions=3, mode="full", room=7
+            GEOMETRY,
+            sent,
+            page_digests(GEOMETRY, ours, all_pages, "full"),
+            pages=all_pages,
+            first_position=4,
+            mode="full",
+            room=7,
+            rank_of={5: 2}.get,
         )
-    assert caught.value.message == "page digest differs: target.kv layer 5 position 1"
-    assert caught.value.fields() == {"room": 7, "layer": 5, "position": 1}
+    assert caught.value.message == (
+        "page digest differs: target.kv layer 5 position 5, which is page 0 here, sent by rank 2"
+    )
+    place = {"layer": 5, "position": 5, "page": 0, "buffer": "target.kv"}
+    assert caught.value.fields() == {"room": 7, "rank": 2, **place}
 
 
 def test_sampling_always_checks_the_last_position() -> None:
@@ -142,7 +152,7 @@ def test_sampling_always_checks_the_last_position() -> None:
 def test_lists_of_other_lengths_are_corruption() -> None:
     """A peer that computed another number of digests is told so."""
     with pytest.raises(Corruption, match="3 digests were sent and 2 computed"):
-        require_equal_digests(GEOMETRY, [1, 2, 3], [1, 2], positions=1, mode="full", room=7)
+        require_equal_digests(GEOMETRY, [1, 2, 3], [1, 2], pages=np.zeros(1, np.int64), mode="full", room=7)
 
 
 @pytest.mark.case("I6")
