@@ -42,6 +42,9 @@ def spread(count: int, room: npt.NDArray[np.int64], first: int) -> npt.NDArray[n
         return owners
     counts = np.minimum(counts, room)
     for _ in range(count - int(counts.sum())):
-        counts[np.argmax(room - counts)] += 1
+        behind = np.where(
+            counts < room, counts, count
+        )  # of those with room the one with the fewest, then the roomiest
+        counts[np.lexsort((counts - room, behind))[0]] += 1
     order = (np.arange(len(room)) + first) % len(room)
     return np.repeat(order, counts[order]).astype(np.int8)
