@@ -31,7 +31,8 @@ from app.errors import (
     PromptTooLong,
 )
 from app.service.context import NodeContext
-from app.service.decode_rooms import DecodeJob, DecodeRooms
+from app.service.decode_job import DecodeJob
+from app.service.decode_rooms import DecodeRooms
 from app.service.handover import handover_of
 from app.service.heartbeats import Heartbeats
 from app.service.jobs import Job, Request, TokenOut
@@ -118,7 +119,7 @@ class DecodeService:
         job.life.advance(Event.READ)
         job.facts["first_token_s"] = round(time.monotonic() - job.phases.received, 6)
         if self.node.settings.trace:
-            landed = job.prompt_pages(self.node.page_size)[job.first_position :]
+            landed = job.received_pages(self.node.page_size)
             job.facts["page_digest"] = combined_digest(await self.node.digests(landed, "full"))
         with job.deadline(limits.decode_s, "decoding outlived deadlines.decode_s:"):
             await self._decode(job, request, metadata)
@@ -197,7 +198,7 @@ class DecodeService:
 
     async def _put(self, job: DecodeJob, request: Request, peer: Peer) -> None:
         assert job.pages is not None and job.slot is not None
-        pages = job.prompt_pages(self.node.page_size)[job.first_position :]
+        pages = job.received_pages(self.node.page_size)
         message = Destination(
             instance=self.node.instance,
             prefill_instance=peer.instance,

@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Collection
 
 import structlog
 from pydantic import ValidationError
 
-from app.core.digests import require_equal_digests
-from app.core.ids import PageArray, RoomId
+from app.core.ids import RoomId
 from app.core.lifecycle import DECODE, Event, Lifecycle, State
-from app.core.pages import pages_for, require_tiling
 from app.core.rooms import RoomTable
-from app.core.slots import SlotRef
-from app.engine.generate import Continuation
 from app.errors import (
     IllegalTransition,
     KvferryError,
     NoCapacity,
-    PageMismatch,
     PeerRefused,
     TooManyRooms,
     UnknownRoom,
 )
 from app.service.context import NodeContext
-from app.service.jobs import Job, Request, TokenOut
+from app.service.decode_job import DecodeJob
+from app.service.jobs import Request
+from app.service.landing import require_all_ranks, require_equal
 from app.transfer.client import error_from_problem
 from app.transfer.messages import (
     Abort,
@@ -42,45 +37,11 @@ from app.transfer.messages import (
     Drained,
     Failed,
     Heartbeat,
-    Leg,
     RoomUse,
     Told,
 )
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(eq=False, kw_only=True)
-class DecodeJob(Job):
-    leg: ClassVar[Leg] = "decode"
-    other_leg: ClassVar[Leg] = "prefill"
-
-    slot: SlotRef | None = None
-    generation: int = 0
-    """Of the slot, and known after the slot has gone: prefill may repeat its word."""
-    first_position: int = 0
-    """Positions below it were here already: nothing is received for them."""
-    announced: bool = False
-    """Prefill may know the pages: a write can land."""
-    delivered: bool = False
-    """Prefill has said that every write has ended: only a retried one may still land, until settled_at_s."""
-    settled_at_s: float = 0.0
-    checked: set[int] = field(default_factory=set)
-    """Layers whose digests have been compared ahead of the end."""
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Delivered, and the bytes are those that were sent."""
-    emitted: list[int] = field(default_factory=list)
-    """Tokens of the answer so far."""
-    continuation: Continuation | None = None
-    stop_requested: bool = False
-    """The reader has seen enough: end with success after the step in progress."""
-    output: asyncio.Queue[TokenOut | None] = field(default_factory=asyncio.Queue)
-    """Tokens as they come; None ends it, whatever the outcome."""
-
-    def prompt_pages(self, page_size: int) -> PageArray:
-        """The pages of the prompt, without those for its continuation."""
-        assert self.pages is not None and self.request is not None
-        return self.pages[: pages_for(len(self.request.prompt), page_size)]
 
 
 class DecodeRooms:
@@ -136,7 +97,7 @@ class DecodeRooms:
         job = self._mine(room, message)
         landed = await self._landed_digests(job, message.layers)
         if landed is not None:
-            self._require_equal(job, message, landed, message.layers)
+            require_equal(self.node, job, message, landed, message.layers)
             job.checked.update(message.layers)
         return Told(room=room, accepted=True)
 
@@ -156,76 +117,27 @@ class DecodeRooms:
         left = set(every) - set(layers) - job.checked
         if left:
             raise PeerRefused(f"no digests were sent of layers {sorted(left)}", room=room)
-        self._require_all_ranks(job, message)
+        require_all_ranks(self.node, job, message)
         job.delivered = True
         job.settled_at_s = time.monotonic() + min(message.settle_s, self.node.settings.deadlines.quarantine_s)
-        self._require_equal(job, message, landed, layers)
+        require_equal(self.node, job, message, landed, layers)
         job.life.advance(Event.LANDED)
         job.facts["received_bytes"] = message.sent_bytes
         job.phases.mark("transfer_end")
         job.landed.set()
         return Told(room=room, accepted=True)
 
-    def _require_all_ranks(self, job: DecodeJob, message: Complete) -> None:
-        """PageMismatch, which fails the room, unless every rank has sent its part, without gap or overlap."""
-        assert job.peer is not None
-        expected = [endpoint.rank for endpoint in job.peer.introduction.ranks]
-        page_bytes = self.node.engine.geometry.page_bytes()
-        try:
-            if [sent.rank for sent in message.ranks] != expected:
-                raise PageMismatch(
-                    f"ranks {[sent.rank for sent in message.ranks]} have sent, not {expected}", room=job.room
-                )
-            stop = job.first_position + len(self._received(job))
-            require_tiling((sent.positions for sent in message.ranks), job.first_position, stop)
-            for sent in message.ranks:
-                owed = sum(count for _, count in sent.positions) * page_bytes
-                if sent.sent_bytes != owed:
-                    raise PageMismatch(f"rank {sent.rank} has sent {sent.sent_bytes} bytes, not {owed}")
-        except KvferryError as error:
-            job.fail(error)
-            raise
-
     async def _landed_digests(self, job: DecodeJob, layers: Collection[int]) -> list[int] | None:
         """Digests of what is here of these layers. None when the room has landed, before or meanwhile."""
         landed: list[int] = []
         if not job.landed.is_set():
             self._require_waiting(job)
-            landed = await self.node.digests(self._received(job), layers=layers)
+            landed = await self.node.digests(job.received_pages(self.node.page_size), layers=layers)
         if job.landed.is_set():
             return None
         # meanwhile the room may have been given up
         self._require_waiting(job)
         return landed
-
-    def _require_equal(
-        self, job: DecodeJob, message: Ahead | Complete, landed: Sequence[int], layers: Collection[int]
-    ) -> None:
-        """Corruption, which fails the room, unless these are the bytes that were sent."""
-        senders = {
-            position: sent.rank
-            for sent in message.ranks
-            for first, count in sent.positions
-            for position in range(first, first + count)
-        }
-        try:
-            require_equal_digests(
-                self.node.engine.geometry,
-                message.digests,
-                landed,
-                pages=self._received(job),
-                first_position=job.first_position,
-                mode=self.node.settings.transfer.digests,
-                room=job.room,
-                layers=layers,
-                rank_of=senders.get,
-            )
-        except KvferryError as error:
-            job.fail(error)
-            raise
-
-    def _received(self, job: DecodeJob) -> PageArray:
-        return job.prompt_pages(self.node.page_size)[job.first_position :]
 
     @staticmethod
     def _require_waiting(job: DecodeJob) -> None:

@@ -27,7 +27,8 @@ from app.errors import BadInput, ClientGone, IntegrityError, KvferryError
 from app.tiers.backup import Backups, ChunkBackup, Post, Reservation
 from app.tiers.copy_queue import CopyQueue
 from app.tiers.events import DeviceEvent
-from app.tiers.hicache_report import Flushed, Held, flushed, holds, report
+from app.tiers.flushed import Flushed
+from app.tiers.hicache_report import Held, holds, report
 from app.tiers.l2 import HostTier
 from app.tiers.leases import Lease
 from app.tiers.loadback import Loads
@@ -329,13 +330,13 @@ class HiCache(PrefixCache):
         gone = self.tree.clear(space)
         self._returned(gone.l1)
         self.host.release(gone.l2)
-        return flushed(self, len(gone.l1), len(gone.l2))
+        return self.flushed(len(gone.l1), len(gone.l2))
 
     def flush(self, *, l1_only: bool = False) -> Flushed:
         l2 = 0 if l1_only else self.host.flush()  # first: it may refuse
         l1 = self.tree.evict(1, self.pages)
         self._returned(l1)
-        return flushed(self, len(l1), l2)
+        return self.flushed(len(l1), l2)
 
     def holds(self) -> list[Held]:
         """What copies may still touch, oldest first."""

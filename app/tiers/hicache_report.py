@@ -11,7 +11,6 @@ from app.tiers.leases import Lease
 
 if TYPE_CHECKING:
     from app.tiers.hicache import HiCache
-    from app.tiers.prefix import PrefixCache
 
 AGES_S: Final = (1.0, 10.0, 60.0, 600.0)
 """Bounds of the ages by which pins are counted."""
@@ -25,35 +24,6 @@ class Held:
     age_s: float
     l1_pages: int = 0
     l2_pages: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flushed:
-    """Pages that a flush freed, and what stayed because somebody holds it."""
-
-    l1_pages: int
-    l2_pages: int
-    l1_stayed: int
-    l2_stayed: int
-    leases: int
-    copies: int
-
-    @property
-    def complete(self) -> bool:
-        return not (self.l1_stayed or self.l2_stayed or self.leases or self.copies)
-
-
-def flushed(cache: PrefixCache, l1_pages: int, l2_pages: int) -> Flushed:
-    """The answer to a flush that has freed these pages."""
-    stats = cache.tree.stats()
-    return Flushed(
-        l1_pages=l1_pages,
-        l2_pages=l2_pages,
-        l1_stayed=stats.l1_pages + cache.held_pages() + sum(len(lease.own) for lease in cache.live),
-        l2_stayed=stats.l2_pages,
-        leases=cache.leases,
-        copies=stats.tickets,
-    )
 
 
 def holds(cache: HiCache) -> list[Held]:

@@ -20,7 +20,7 @@ from app.core.ids import PageArray
 from app.core.lanes import OwnerLanes
 from app.core.prefix_tree import DEFAULT_POLICY, Inserted, Namespace, Policy, PrefixTree
 from app.errors import BadInput, IntegrityError, PageMismatch
-from app.tiers.hicache_report import Flushed, flushed
+from app.tiers.flushed import Flushed
 from app.tiers.leases import NO_PAGES, Lease
 from app.tiers.room import room_pages, shortfall, spread
 
@@ -245,13 +245,25 @@ class PrefixCache:
         """Forget a namespace but for what is held."""
         gone = self.tree.clear(space)
         self._give_back(gone.l1)
-        return flushed(self, len(gone.l1), 0)
+        return self.flushed(len(gone.l1), 0)
 
     def flush(self, *, l1_only: bool = False) -> Flushed:
         """Forget everything that nobody holds; what stayed is in the answer. With an L2 maybe in L1 alone."""
         l1 = self.tree.evict(1, self.pages)
         self._give_back(l1)
-        return flushed(self, len(l1), 0)
+        return self.flushed(len(l1), 0)
+
+    def flushed(self, l1_pages: int, l2_pages: int) -> Flushed:
+        """The answer to a flush that has freed these pages."""
+        stats = self.tree.stats()
+        return Flushed(
+            l1_pages=l1_pages,
+            l2_pages=l2_pages,
+            l1_stayed=stats.l1_pages + self.held_pages() + sum(len(lease.own) for lease in self._live),
+            l2_stayed=stats.l2_pages,
+            leases=self.leases,
+            copies=stats.tickets,
+        )
 
     @property
     def live(self) -> frozenset[Lease]:

@@ -9,13 +9,12 @@ import numpy.typing as npt
 
 from app.core.ids import PageArray
 from app.core.lanes import OwnerLanes
-from app.core.prefix_tree import NodeInfo, PrefixTree, Residency
+from app.core.prefix_tree import NodeInfo, PrefixTree, Residency, Tokens
 from app.tiers.events import DeviceEvent
 from app.tiers.l2 import HostTier
 from app.tiers.leases import Lease
 from app.tiers.loadback import LoadPart, Loads
 from app.tiers.paths import nodes_to
-from app.tiers.prefix import Tokens
 from app.tiers.room import shortfall
 from app.tiers.write_back import WriteBack
 

@@ -17,13 +17,12 @@ import structlog
 
 from app.core.ids import PageArray
 from app.core.lanes import OwnerLanes
-from app.core.prefix_tree import Namespace, PrefixTree, Residency
+from app.core.prefix_tree import Namespace, PrefixTree, Residency, Tokens
 from app.errors import BadInput, SettingsError
 from app.tiers.backup import Backups, Piece, Reservation
 from app.tiers.events import DeviceEvent
 from app.tiers.l2 import HostTier
 from app.tiers.paths import nodes_to
-from app.tiers.prefix import Tokens
 from app.tiers.write_back import WriteBack
 
 log = structlog.get_logger(__name__)

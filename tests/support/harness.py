@@ -24,7 +24,8 @@ from app.engine.local import LocalRun, run_locally
 from app.engine.sampling import Sampling
 from app.errors import IntegrityError
 from app.service.context import NodeContext
-from app.service.decode_rooms import DecodeJob, DecodeRooms
+from app.service.decode_job import DecodeJob
+from app.service.decode_rooms import DecodeRooms
 from app.service.jobs import Job, Request
 from app.service.node import Node
 from app.service.prefill_job import PrefillJob

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from app.errors import KvferryError
-from app.service.decode_rooms import DecodeJob
+from app.service.decode_job import DecodeJob
 from app.service.jobs import Job, Request, TokenOut
 from app.service.prefill_job import PrefillJob
 from tests.support.patience import patiently
