@@ -23,7 +23,15 @@ from chaos.deployment import CHUNK_TOKENS, PAGE_SIZE, QUARANTINE_S, ChaosNode
 from chaos.plan import Plan, Request
 
 QUIET_S = QUARANTINE_S + 60
-BUG_EVENTS = ("task.fault", "control.fault", "request.bug", "node.start_failed", "Traceback")
+BUG_EVENTS = (
+    "prefill.bug",
+    "decode.bug",
+    "task.fault",
+    "control.fault",
+    "request.bug",
+    "node.start_failed",
+    "Traceback",
+)
 BUG_ERRORS = ("Corruption", "IntegrityError", "IllegalTransition")
 """Of the logs of every life: they hold, too, what the counters of killed ones have lost."""
 NO_COUNTERS = (

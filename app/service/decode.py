@@ -21,7 +21,6 @@ from app.engine.digests import combined_digest
 from app.engine.generate import Continuation
 from app.engine.sampling import Sampler
 from app.errors import (
-    ClientGone,
     Corruption,
     DeadlineExceeded,
     InvalidRequest,
@@ -36,6 +35,7 @@ from app.service.decode_rooms import DecodeRooms
 from app.service.handover import handover_of
 from app.service.heartbeats import Heartbeats
 from app.service.jobs import Job, Request, TokenOut
+from app.service.leg import run_leg
 from app.service.recompute import compute_prefix, may_recompute
 from app.transfer.messages import Destination
 from app.transfer.peers import Peer
@@ -70,27 +70,7 @@ class DecodeService:
 
     async def run(self, job: DecodeJob) -> None:
         """Serve an entered room to its end; tokens go to the job's output. Never raises."""
-        request = job.request
-        assert request is not None
-        with structlog.contextvars.bound_contextvars(room=job.room, request_id=request.request_id):
-            try:
-                with job.scope:
-                    await self._serve(job, request)
-            except KvferryError as error:
-                job.fail(error)
-            except Exception as error:
-                log.exception("decode.bug", room=job.room)
-                job.fail(KvferryError(f"decode failed: {type(error).__name__}", room=job.room))
-            finally:
-                if not job.life.ended:
-                    job.fail(ClientGone("the request was cancelled", room=job.room))
-                self.node.count_corruption(job.life.reason)
-                try:
-                    self.rooms.leave(job)
-                finally:
-                    job.answered.set()
-                    job.output.put_nowait(None)
-            log.debug("decode.ended", **job.record())
+        await run_leg(self.node, job, self._serve, self.rooms.leave)
 
     async def _serve(self, job: DecodeJob, request: Request) -> None:
         self._check(request)

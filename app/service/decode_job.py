@@ -41,6 +41,10 @@ class DecodeJob(Job):
     output: asyncio.Queue[TokenOut | None] = field(default_factory=asyncio.Queue)
     """Tokens as they come; None ends it, whatever the outcome."""
 
+    def answer(self) -> None:
+        super().answer()
+        self.output.put_nowait(None)
+
     def prompt_pages(self, page_size: int) -> PageArray:
         """The pages of the prompt, without those for its continuation."""
         assert self.pages is not None and self.request is not None

@@ -95,6 +95,10 @@ class Job:
         self.confirmed.set()
         return True
 
+    def answer(self) -> None:
+        """The request's outcome is known."""
+        self.answered.set()
+
     @property
     def use(self) -> RoomUse | None:
         """What the other leg is asked about. None where it is only asked whether it is there."""

@@ -21,7 +21,6 @@ from app.engine.digests import combined_digest, logits_digest
 from app.engine.generate import prefill_chunk
 from app.engine.sampling import Sampler
 from app.errors import (
-    ClientGone,
     Corruption,
     DeadlineExceeded,
     InvalidRequest,
@@ -35,6 +34,7 @@ from app.service.context import NodeContext
 from app.service.handover import metadata_of, send_metadata, tell_ahead, tell_complete
 from app.service.heartbeats import Heartbeats
 from app.service.jobs import Request, TokenOut
+from app.service.leg import run_leg
 from app.service.prefill_job import PrefillJob
 from app.service.prefill_rooms import PrefillRooms
 from app.service.recompute import may_recompute, withdraw
@@ -62,26 +62,7 @@ class PrefillService:
 
     async def run(self, job: PrefillJob) -> None:
         """Serve an entered room to its end; its outcome is in the job's lifecycle. Never raises."""
-        request = job.request
-        assert request is not None
-        with structlog.contextvars.bound_contextvars(room=job.room, request_id=request.request_id):
-            try:
-                with job.scope:
-                    await self._serve(job, request)
-            except KvferryError as error:
-                job.fail(error)
-            except Exception as error:
-                log.exception("prefill.bug", room=job.room)
-                job.fail(KvferryError(f"prefill failed: {type(error).__name__}", room=job.room))
-            finally:
-                if not job.life.ended:
-                    job.fail(ClientGone("the request was cancelled", room=job.room))
-                self.node.count_corruption(job.life.reason)
-                try:
-                    self.rooms.leave(job)
-                finally:
-                    job.answered.set()
-            log.debug("prefill.ended", **job.record())
+        await run_leg(self.node, job, self._serve, self.rooms.leave)
 
     async def _serve(self, job: PrefillJob, request: Request) -> None:
         self._check(request)
