@@ -13,7 +13,7 @@ one time in three, as a trained one would be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.core.ids import Owner
-from app.engine.models.hf import HfEngine, RankShare
+from app.engine.models.hf import Family, HfEngine, RankShare
 from app.engine.models.mtp import HfDraft, MtpLayer
 from app.engine.paged.cache import LayerPlan
 from app.engine.paged.formats import PageFormat, index_format, latent_format
@@ -66,7 +66,7 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-class GlmFamily:
+class GlmFamily(Family):
     """Latent of every layer, an index key where a layer has an indexer; the draft's own behind them."""
 
     always_masks = True
@@ -105,26 +105,12 @@ class GlmFamily:
                 )
                 buffers.append(spec)
                 formats[spec.name] = form
-        self.plans: Sequence[LayerPlan] = plans
-        self.formats: Mapping[str, PageFormat] = formats
+        self.plans = plans
+        self.formats = formats
         self.geometry = CacheGeometry(page_size=page_size, buffers=tuple(buffers))
 
-    def rows(self, model: nn.Module, tokens: torch.Tensor, share: RankShare) -> torch.Tensor:
-        causal: Any = model
-        output = causal.model(
-            input_ids=tokens,
-            attention_mask={"indexed_attention": share.mask},
-            position_ids=share.positions,
-            past_key_values=share.cache,
-            use_cache=True,
-        )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
-
-    def logits(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        causal: Any = model
-        logits: torch.Tensor = causal.lm_head(hidden)
-        return logits
+    def mask(self, share: RankShare) -> Any:
+        return {"indexed_attention": share.mask}
 
 
 def _plan(layer: int, owner: Owner, kind: str) -> LayerPlan:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ class RankShare:
     device: torch.device
 
 
-class Family(Protocol):
+class Family:
     """What differs between kinds of models."""
 
     model: nn.Module
@@ -56,13 +56,28 @@ class Family(Protocol):
     always_masks: bool
     """A single rank needs an explicit mask too."""
 
+    def mask(self, share: RankShare) -> Any:
+        """In the form in which the model takes it."""
+        return share.mask
+
     def rows(self, model: nn.Module, tokens: torch.Tensor, share: RankShare) -> torch.Tensor:
         """The target's last hidden states `[rows, hidden_size]` of a rank's tokens."""
-        ...
+        causal: Any = model
+        output = causal.model(
+            input_ids=tokens,
+            attention_mask=self.mask(share),
+            position_ids=share.positions,
+            past_key_values=share.cache,
+            use_cache=True,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
 
     def logits(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Of hidden states, target's or draft's."""
-        ...
+        causal: Any = model
+        logits: torch.Tensor = causal.lm_head(hidden)
+        return logits
 
 
 class HfEngine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from app.core.geometry import BufferSpec, CacheGeometry
 from app.engine.models.files import ModelFiles
-from app.engine.models.hf import HfEngine, RankShare
+from app.engine.models.hf import Family, HfEngine
 from app.engine.paged.cache import LayerPlan
 from app.engine.paged.formats import PageFormat, key_value_format
 from app.engine.paged.splits import Split
@@ -18,7 +18,7 @@ from app.engine.paged.splits import Split
 KvBuffers = Literal["together", "apart"]
 
 
-class LlamaFamily:
+class LlamaFamily(Family):
     """K/V of every layer; the model makes its own mask when it computes all rows."""
 
     always_masks = False
@@ -32,27 +32,10 @@ class LlamaFamily:
         self.geometry, self.formats = kv_geometry(
             config, page_size=page_size, dtype=dtype, cache_dtype=cache_dtype, kv=kv
         )
-        self.plans: Sequence[LayerPlan] = [
+        self.plans = [
             LayerPlan(layer=i, owner="target", stores=tuple(self.formats))
             for i in range(int(config.num_hidden_layers))
         ]
-
-    def rows(self, model: nn.Module, tokens: torch.Tensor, share: RankShare) -> torch.Tensor:
-        causal: Any = model
-        output = causal.model(
-            input_ids=tokens,
-            attention_mask=share.mask,
-            position_ids=share.positions,
-            past_key_values=share.cache,
-            use_cache=True,
-        )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
-
-    def logits(self, model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        causal: Any = model
-        logits: torch.Tensor = causal.lm_head(hidden)
-        return logits
 
 
 def kv_geometry(
