@@ -35,7 +35,10 @@ known.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+LegName = Literal["prefill", "decode"]
+"""A half of a request."""
 
 
 class KvferryError(Exception):
@@ -52,7 +55,7 @@ class KvferryError(Exception):
         room: int | None = None,
         rank: int | None = None,
         layer: int | None = None,
-        leg: str | None = None,
+        leg: LegName | None = None,
         **details: Any,
     ) -> None:
         super().__init__(message)

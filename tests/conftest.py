@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from app.engine.heap import settle
+
 Track = Callable[[Any], Any]
 
 
@@ -20,8 +22,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
     """A full collection over all that other modules have loaded would stop every thread for seconds."""
-    gc.collect()
-    gc.freeze()
+    settle()
 
 
 @pytest.fixture(autouse=True)

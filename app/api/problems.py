@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import structlog
 from fastapi import FastAPI, Path, Request
@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import KvferryError, NotReady
+from app.errors import KvferryError, LegName, NotReady
 from app.obs.logging import RateLimited, log_once
 from app.service.node import Node
 
@@ -32,7 +32,7 @@ class Problem(BaseModel):
     status: int
     detail: str
     room: int | None = None
-    leg: Literal["prefill", "decode"] | None = Field(None, description="the half of the request that failed")
+    leg: LegName | None = Field(None, description="the half of the request that failed")
     rank: int | None = None
     layer: int | None = None
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import structlog
-
 from app.core.lifecycle import Event
 from app.core.pages import pages_for
 from app.core.slots import Metadata
@@ -39,8 +37,6 @@ from app.service.leg import run_leg
 from app.service.recompute import compute_prefix, may_recompute
 from app.transfer.messages import Destination
 from app.transfer.peers import Peer
-
-log = structlog.get_logger(__name__)
 
 
 class _Progress(NoHooks):

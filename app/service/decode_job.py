@@ -10,14 +10,14 @@ from app.core.ids import PageArray
 from app.core.pages import pages_for
 from app.core.slots import SlotRef
 from app.engine.generate import Continuation
+from app.errors import LegName
 from app.service.jobs import Job, TokenOut
-from app.transfer.messages import Leg
 
 
 @dataclass(eq=False, kw_only=True)
 class DecodeJob(Job):
-    leg: ClassVar[Leg] = "decode"
-    other_leg: ClassVar[Leg] = "prefill"
+    leg: ClassVar[LegName] = "decode"
+    other_leg: ClassVar[LegName] = "prefill"
 
     slot: SlotRef | None = None
     generation: int = 0

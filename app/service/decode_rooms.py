@@ -246,7 +246,7 @@ async def tell_abort(
         generation=generation,
         slug=reason.slug,
         reason=reason.message[:2000],
-        leg="prefill" if reason.leg == "prefill" else "decode",
+        leg=reason.leg or "decode",
     )
     timeout_s = node.settings.deadlines.drain_s + node.settings.deadlines.message_s
     try:

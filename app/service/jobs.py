@@ -15,10 +15,10 @@ from app.core.ids import PageArray, RoomId
 from app.core.lifecycle import Lifecycle
 from app.core.phases import Phases
 from app.engine.sampling import Sampling
-from app.errors import DeadlineExceeded, KvferryError, PeerFault
+from app.errors import DeadlineExceeded, KvferryError, LegName, PeerFault
 from app.obs.logging import log_once
 from app.tiers.prefix import Lease
-from app.transfer.messages import Leg, RoomUse
+from app.transfer.messages import RoomUse
 from app.transfer.peers import Peer
 
 log = structlog.get_logger(__name__)
@@ -56,8 +56,8 @@ class TokenOut:
 class Job:
     """A live room of this node."""
 
-    leg: ClassVar[Leg]
-    other_leg: ClassVar[Leg]
+    leg: ClassVar[LegName]
+    other_leg: ClassVar[LegName]
 
     room: RoomId
     life: Lifecycle

@@ -87,12 +87,12 @@ class PrefillService:
             job.phases.mark("admitted")
             with job.deadline(limits.forward_s, "the forward outlived deadlines.forward_s:"):
                 try:
-                    await self._forward(job, request, self._register(job, request, peer, target), peer)
+                    await self._forward(job, request, peer, target)
                 except KvferryError:
                     if job.stop_reason() is not None or not may_recompute(self.node, job):
                         raise
                     await withdraw(self.node, self.rooms.fifos, job)
-                    await self._forward(job, request, self._register(job, request, peer, target), peer)
+                    await self._forward(job, request, peer, target)
             self._keep(job, request)
         await self._finish(job, peer)
 
@@ -163,7 +163,8 @@ class PrefillService:
             registered.append((plan, context))
         return registered
 
-    async def _forward(self, job: PrefillJob, request: Request, registered: Registered, peer: Peer) -> None:
+    async def _forward(self, job: PrefillJob, request: Request, peer: Peer, target: PageArray) -> None:
+        registered = self._register(job, request, peer, target)
         loop = asyncio.get_running_loop()
         job.phases.mark("forward_start")
         for plan, context in registered:

@@ -12,19 +12,19 @@ import numpy as np
 from app.core.ids import PageArray
 from app.core.pages import stretches
 from app.core.slots import Metadata, SlotRef
-from app.errors import KvferryError
+from app.errors import KvferryError, LegName
 from app.service.jobs import Job, TokenOut
 from app.service.sender import PageSender
 from app.tiers.backup import Reservation
 from app.transfer.base import Batch, TransferEngine
 from app.transfer.context import ChunkContext
-from app.transfer.messages import Destination, Leg, RankSent, RoomUse
+from app.transfer.messages import Destination, RankSent, RoomUse
 
 
 @dataclass(eq=False, kw_only=True)
 class PrefillJob(Job):
-    leg: ClassVar[Leg] = "prefill"
-    other_leg: ClassVar[Leg] = "decode"
+    leg: ClassVar[LegName] = "prefill"
+    other_leg: ClassVar[LegName] = "decode"
 
     destination: Destination | None = None
     wanted: asyncio.Event = field(default_factory=asyncio.Event)

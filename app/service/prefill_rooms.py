@@ -262,7 +262,7 @@ class PrefillRooms:
             generation=job.destination.generation,
             slug=reason.slug,
             reason=reason.message[:2000],
-            leg="decode" if reason.leg == "decode" else "prefill",
+            leg=reason.leg or "prefill",
         )
         url = f"{job.peer_url}/v1/peer/rooms/{job.room}/failed"
         try:

@@ -157,7 +157,7 @@ class HiCache(PrefixCache):
         if not self.reuse:
             return lease
         self.looked_up_tokens += len(tokens)
-        key = np.asarray(tokens[: most + space.bigrams], dtype=np.int64)
+        key = lease.prompt[: most + space.bigrams]
         look = _Look(key=key, most=most, after=after, start=start, later=later)
         try:
             self._look(lease, look, may_wait=later is not None)
@@ -213,11 +213,7 @@ class HiCache(PrefixCache):
         return missing
 
     def _saved_owners(self, lease: Lease) -> npt.NDArray[np.int8]:
-        return saved_owners(self, lease) if self.reuse else super()._saved_owners(lease)
-
-    def on_grid(self, tokens: int) -> int:
-        """As much of that many tokens as may be reused."""
-        return tokens // self.grid * self.grid
+        return saved_owners(self, lease)
 
     # ------------------------------------------------------------------ back up
 

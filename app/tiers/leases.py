@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from app.core.ids import PageArray
 from app.core.prefix_tree import Namespace
@@ -24,8 +24,8 @@ class Lease:
     """
 
     space: Namespace | None = None
-    prompt: Sequence[int] = ()
-    """All of it, also what was not looked up."""
+    prompt: npt.NDArray[np.int64] = field(default_factory=lambda: NO_PAGES)
+    """All of it, also what was not looked up; empty where nothing is reused."""
     node: int = 0
     prefix: PageArray = field(default_factory=lambda: NO_PAGES)
     """Pages of the tree that hold the first positions of the prompt."""

@@ -26,7 +26,7 @@ def forsake(cache: HiCache, lease: Lease) -> int:
     assert lease.space is not None
     tree, page_size = cache.tree, cache.page_size
     before, node, ahead = len(lease.prefix), 0, int(lease.space.bigrams)
-    key = np.asarray(lease.prompt[: first * page_size + ahead], dtype=np.int64)
+    key = lease.prompt[: first * page_size + ahead]
     kept = 0
     if first:
         kept = cache.on_grid(tree.match(lease.space, key, floor=True, touch=False).l1_tokens)

@@ -108,16 +108,21 @@ class PrefixCache:
         if not self.reuse:
             return lease
         self.looked_up_tokens += len(tokens)
-        key = np.asarray(tokens[: most + space.bigrams], dtype=np.int64)
+        key = lease.prompt[: most + space.bigrams]
         # which node is pinned has to be the one that ends the reused part, so its length comes first
         found = self.tree.match(space, key, floor=True, touch=False)
-        self._reuse(lease, key, min(found.l1_tokens, most) // self.grid * self.grid)
+        self._reuse(lease, key, self.on_grid(min(found.l1_tokens, most)))
         return lease
 
     def _open(self, space: Namespace, prompt: Sequence[int] = ()) -> Lease:
-        lease = Lease(space=space, prompt=prompt, since_s=self.clock())
+        kept = np.asarray(prompt if self.reuse else (), dtype=np.int64)
+        lease = Lease(space=space, prompt=kept, since_s=self.clock())
         self._live.add(lease)
         return lease
+
+    def on_grid(self, tokens: int) -> int:
+        """As much of that many tokens as may be reused."""
+        return tokens // self.grid * self.grid
 
     def _reuse(self, lease: Lease, key: Tokens, usable: int) -> None:
         """Pin the first `usable` tokens, which are in L1."""
@@ -198,7 +203,7 @@ class PrefixCache:
         taken = np.delete(table, [i for i in done.duplicates.tolist() if i < len(table)])
         lease.own = lease.own[~np.isin(lease.own, taken)]
 
-    def whole(self, space: Namespace, tokens: Sequence[int]) -> tuple[Tokens, int]:
+    def whole(self, space: Namespace, tokens: Sequence[int] | Tokens) -> tuple[Tokens, int]:
         """The key of a prompt's whole pages, and their number."""
         ahead = int(space.bigrams)
         whole = max(len(tokens) - ahead, 0) // self.page_size

@@ -42,9 +42,8 @@ def spread(count: int, room: npt.NDArray[np.int64], first: int) -> npt.NDArray[n
         return owners
     counts = np.minimum(counts, room)
     for _ in range(count - int(counts.sum())):
-        behind = np.where(
-            counts < room, counts, count
-        )  # of those with room the one with the fewest, then the roomiest
+        # of those with room left the one with the fewest, then the roomiest
+        behind = np.where(counts < room, counts, count)
         counts[np.lexsort((counts - room, behind))[0]] += 1
     order = (np.arange(len(room)) + first) % len(room)
     return np.repeat(order, counts[order]).astype(np.int8)

@@ -6,14 +6,14 @@ import asyncio
 import json
 import socket
 import ssl
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from app import errors
-from app.errors import DeadlineExceeded, KvferryError, PeerFault, PeerRefused, PeerUnavailable
+from app.errors import DeadlineExceeded, KvferryError, LegName, PeerFault, PeerRefused, PeerUnavailable
 from app.hosts import AllowedHosts
 from app.transfer.messages import Message
 
@@ -38,7 +38,6 @@ def _by_slug() -> dict[str, type[KvferryError]]:
 
 _ERRORS = _by_slug()
 _PLACES = ("room", "rank", "layer", "position", "page")
-_NAMES = ("leg", "buffer")
 
 
 def error_from_problem(status: int, problem: Any, url: str) -> KvferryError:
@@ -51,7 +50,10 @@ def error_from_problem(status: int, problem: Any, url: str) -> KvferryError:
     if kind is None or kind is errors.KvferryError:
         return PeerRefused(f"{url} answered {status}: {detail}")
     places: dict[str, Any] = {key: value for key in _PLACES if type(value := problem.get(key)) is int}
-    places |= {key: value[:128] for key in _NAMES if isinstance(value := problem.get(key), str)}
+    if isinstance(buffer := problem.get("buffer"), str):
+        places["buffer"] = buffer[:128]
+    if (leg := problem.get("leg")) in get_args(LegName):
+        places["leg"] = leg
     return kind(detail, **places, peer=url)
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from app.core.geometry import BufferSpec
 from app.core.ids import MAX_ROOM, Owner
+from app.errors import LegName
 from app.transfer.base import Region
 from app.transfer.blocks import BufferLayout, Layouts
 
@@ -21,7 +22,6 @@ REQUIRED = (DRAIN_ACK, "absolute-positions")
 Instance = Annotated[str, Field(min_length=8, max_length=64)]
 Address = Annotated[int, Field(ge=0, lt=2**64)]
 Size = Annotated[int, Field(ge=0, lt=2**48)]
-Leg = Literal["prefill", "decode"]
 Reason = Annotated[str, Field(max_length=2000)]
 
 
@@ -178,7 +178,7 @@ class Failed(Message):
     """Of the slot that was named for the room: a late word must not fail the next use of the number."""
     slug: Annotated[str, Field(max_length=64)]
     reason: Reason
-    leg: Leg = "prefill"
+    leg: LegName = "prefill"
     """Where it went wrong: prefill may fail for what decode did."""
 
 
@@ -190,7 +190,7 @@ class Abort(Message):
     """Of the slot that was named for the room; 0 when none was. Tells one use of a room from another."""
     slug: Annotated[str, Field(max_length=64)] = "peer-aborted"
     reason: Reason
-    leg: Leg = "decode"
+    leg: LegName = "decode"
 
 
 class Drained(Message):
