@@ -29,6 +29,7 @@ from app.errors import (
     PromptTooLong,
     UnknownRoom,
 )
+from app.service.awake import within
 from app.service.chunk_work import backup_of, senders_of
 from app.service.context import NodeContext
 from app.service.handover import metadata_of, send_metadata, tell_ahead, tell_complete
@@ -222,20 +223,25 @@ class PrefillService:
         )
 
     async def _send_rest(self, job: PrefillJob, peer: Peer) -> None:
-        """Flush and await every chunk, then the slot. Bounded here too: a wedged engine keeps no deadline."""
+        """Flush and await every chunk, then the slot."""
+        await self.heartbeats.permit(job)
+        job.metadata = send_metadata(self.node, job, peer)
+        while await self.rooms.fifos.finish(job.room) or self.rooms.fifos.active(job.room):
+            pass
+        for context in job.contexts:
+            await context.finish()
+        await self.node.transfer.wait([job.metadata])
+
+    async def _all_landed(self, job: PrefillJob, peer: Peer) -> None:
+        """Send the rest, bounded here too: an engine that does not come back from a call keeps no deadline."""
         limits = self.node.settings.transfer
         longest_s = limits.deadline_s + limits.late_landing_s
         try:
-            async with asyncio.timeout(longest_s):
-                await self.heartbeats.permit(job)
-                job.metadata = send_metadata(self.node, job, peer)
-                while await self.rooms.fifos.finish(job.room) or self.rooms.fifos.active(job.room):
-                    pass
-                for context in job.contexts:
-                    await context.finish()
-                await self.node.transfer.wait([job.metadata])
+            await within(self._send_rest(job, peer), longest_s)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the engine gave no answer within {longest_s:g} s") from error
+            raise DeadlineExceeded(
+                f"the engine gave no answer within {longest_s:g} s: {job.unfinished()}"
+            ) from error
 
     async def _tell_ahead(self, job: PrefillJob, peer: Peer, context: ChunkContext) -> None:
         try:
@@ -271,7 +277,7 @@ class PrefillService:
         layers = [layer for layer in self.node.engine.geometry.layers if layer not in job.compared]
         digests = asyncio.ensure_future(self.node.digests(sent, layers=layers))
         try:
-            await self._send_rest(job, peer)
+            await self._all_landed(job, peer)
             job.phases.mark("transfer_end")
             job.life.advance(Event.LANDED)
             job.facts |= {

@@ -79,6 +79,19 @@ class PrefillJob(Job):
         faults = (context.fault for context in tuple(self.contexts))
         return self.life.reason or next((fault for fault in faults if fault is not None), None)
 
+    def unfinished(self) -> str:
+        """What has not landed yet, in words."""
+        parts = [
+            f"{context.unfinished} of the chunk at token {context.start}"
+            for context in self.contexts
+            if context.unfinished
+        ]
+        if self.metadata is None:
+            parts.append("the metadata record was not submitted")
+        elif not self.metadata.finished.is_set():
+            parts.append("the metadata record")
+        return ", ".join(parts) or "nothing is missing"
+
     def settled_at_s(self) -> float:
         """Monotonic time before which a late landing of a retried write cannot be ruled out."""
         metadata = 0.0 if self.metadata is None else self.metadata.settled_at_s

@@ -93,6 +93,15 @@ class ChunkContext:
         return self.error or next((batch.error for _, batch in self.batches if batch.error), None)
 
     @property
+    def unfinished(self) -> str:
+        """What has not landed, in words; empty when everything has."""
+        writing = sum(not batch.finished.is_set() for _, batch in self.batches)
+        unsent = len(self.layers) - len(self._sent) if self.receivers else 0
+        parts = [f"{writing} of {self.submits} submits"] if writing else []
+        parts += [f"{unsent} layers not submitted"] if unsent else []
+        return " and ".join(parts)
+
+    @property
     def submits(self) -> int:
         return len(self.batches)
 

@@ -32,6 +32,8 @@ _GLANCE = 4
 """Writes end nearly in the order in which they began: a look at them stops at this many that have not."""
 _LOOK_AT_ALL_S = 0.003
 """How often it does not stop, so that a few that hang hide no others."""
+_MOST_REPLACED = 4
+"""Replaced drivers that wait for an idle moment to be closed in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class Pump:
                 # also after progress: polling without a pause takes the processor from the engine's own thread
                 call = self._calls.get(timeout=self.limits.poll_s if busy else 0.5)
             except queue.Empty:
-                call = _nothing
+                call = _nothing if busy else self._close_replaced
             self.at_work_since_s = time.monotonic()
             if call is None:
                 break
@@ -298,8 +300,17 @@ class Pump:
             driver.close()
             raise
         self.drivers.append(driver)
+        self._close_replaced(_MOST_REPLACED)
+
+    def _close_replaced(self, kept: int = 0) -> None:
+        """Close replaced drivers that serve no write, but the latest `kept`.
+
+        An engine holds the interpreter for a second and more while it is closed, which stops every room of the
+        node: it waits for an idle moment, unless there are many.
+        """
         used = {id(d.driver) for w in self.windows.values() for d in w.active}
-        for old in [d for d in self.drivers[1:-1] if id(d) not in used]:
+        idle = [d for d in self.drivers[1:-1] if id(d) not in used]
+        for old in idle[: max(0, len(idle) - kept)]:
             self.drivers.remove(old)
             old.close()
 

@@ -243,6 +243,36 @@ async def test_old_drivers_are_closed_once_unused(start_rig: StartRig) -> None:
     await eventually(lambda: [d.closed for d in rig.drivers] == [False, True, True, False])
 
 
+async def test_a_replaced_driver_is_not_closed_while_writes_go_on(start_rig: StartRig) -> None:
+    """Closing one stops the interpreter for a second: it waits for an idle moment, unless too many wait."""
+    rig = await start_rig(limits=replace(QUICK, retry_after_s=0.001, deadline_s=60.0))
+    for count in (2, 3):
+        rig.plan = flaky(Fault(refuse=True))
+        with pytest.raises(TransferFailed):
+            await rig.engine.wait([rig.submit(0, 100)])
+        await eventually(lambda count=count: len(rig.drivers) == count)  # type: ignore[misc]
+    rig.plan = flaky(Fault(delay_s=1.5))
+    slow = rig.submit(0, 100)
+    await asyncio.sleep(1.0)
+    assert [d.closed for d in rig.drivers] == [False, False, False]
+    await rig.engine.wait([slow])
+    await eventually(lambda: [d.closed for d in rig.drivers] == [False, True, False])
+
+
+async def test_many_replaced_drivers_do_not_wait(start_rig: StartRig) -> None:
+    """An engine that is never idle keeps four replaced drivers, and closes the oldest beyond them at once."""
+    rig = await start_rig(limits=replace(QUICK, retry_after_s=0.001, deadline_s=60.0, late_landing_s=0.01))
+    rig.plan = lambda session, block: Fault(delay_s=4.0) if session == OTHER else Fault(refuse=True)
+    busy = rig.submit(1000, 100, session=OTHER)
+    for count in range(2, 8):
+        with pytest.raises(TransferFailed):
+            await rig.engine.wait([rig.submit(0, 100)])
+        await eventually(lambda count=count: len(rig.drivers) == count)  # type: ignore[misc]
+    assert [d.closed for d in rig.drivers] == [False, True, False, False, False, False, False]
+    assert not busy.finished.is_set()
+    await rig.engine.wait([busy])
+
+
 async def test_a_dead_peer_costs_no_driver_and_nobody_else(start_rig: StartRig) -> None:
     """A peer that does not answer fails its own rooms at once; no driver is built, others are unaffected."""
     rig = await start_rig(answers=lambda session: session != PEER)
