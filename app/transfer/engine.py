@@ -24,7 +24,8 @@ import structlog
 
 from app.errors import BadInput, IntegrityError, TransferFailed
 from app.transfer.base import Batch, Block, Region
-from app.transfer.pump import DriverFactory, Limits, Pump
+from app.transfer.drivers import DriverFactory
+from app.transfer.pump import Limits, Pump
 
 log = structlog.get_logger(__name__)
 
@@ -65,15 +66,15 @@ class Engine:
     @property
     def session(self) -> str:
         """Of the first driver: it keeps receiving even after the sending side was rebuilt."""
-        return self._pump.drivers[0].session
+        return self._pump.drivers.first.session
 
     @property
     def transport(self) -> str:
-        return self._pump.drivers[0].transport
+        return self._pump.drivers.first.transport
 
     @property
     def addressed(self) -> bool:
-        return self._pump.drivers[0].addressed
+        return self._pump.drivers.first.addressed
 
     async def register(self, regions: Sequence[Region]) -> None:
         for region in regions:

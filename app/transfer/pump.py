@@ -1,4 +1,4 @@
-"""The engine's thread: it owns the drivers and serves one window a peer.
+"""The engine's thread: it uses the drivers and serves one window a peer.
 
     take(descriptor) -> driver.submit -> poll driver.check -> done | retry after a pause | fail the batch
 
@@ -20,11 +20,11 @@ import structlog
 
 from app.errors import DeadlineExceeded, KvferryError, TransferFailed
 from app.transfer.base import Batch, Block, EngineDriver, Region, Status
+from app.transfer.drivers import DriverFactory, Drivers
 from app.transfer.window import Descriptor, PeerWindow
 
 log = structlog.get_logger(__name__)
 
-DriverFactory = Callable[[], EngineDriver]
 Tell = Callable[..., None]
 """Runs a function with its arguments on the event loop, in the order of the calls."""
 
@@ -32,8 +32,6 @@ _GLANCE = 4
 """Writes end nearly in the order in which they began: a look at them stops at this many that have not."""
 _LOOK_AT_ALL_S = 0.003
 """How often it does not stop, so that a few that hang hide no others."""
-_MOST_REPLACED = 4
-"""Replaced drivers that wait for an idle moment to be closed in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +53,13 @@ class Pump:
 
     def __init__(self, factory: DriverFactory, limits: Limits, tell: Tell) -> None:
         self.limits = limits
-        self.drivers: list[EngineDriver] = []
+        self.drivers = Drivers(factory, between_s=limits.retry_after_s)
         self.windows: dict[str, PeerWindow] = {}
         self.counters = dict.fromkeys(
             ("batches", "descriptors", "bytes", "failures", "refused", "retries", "deadlines", "rebuilds"), 0
         )
-        self._factory = factory
         self._tell = tell
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._regions: list[Region] = []
-        self._rebuilt_at_s = float("-inf")
         self.at_work_since_s: float | None = None
         """When (monotonic) the thread last stopped waiting; None while it waits. Any thread may read it."""
 
@@ -75,13 +70,10 @@ class Pump:
         self._calls.put(function)
 
     def open(self) -> None:
-        self.drivers.append(self._factory())
+        self.drivers.open()
 
     def register(self, region: Region) -> None:
-        """With the first driver, through which peers write here, and with the one that sends."""
-        for driver in dict.fromkeys((self.drivers[0], self.drivers[-1])):
-            driver.register(region)
-        self._regions.append(region)
+        self.drivers.register(region)
 
     def enqueue(self, batch: Batch, blocks: Sequence[Block]) -> None:
         window = self.windows.setdefault(batch.session, PeerWindow(batch.session))
@@ -134,9 +126,8 @@ class Pump:
 
     def _end(self) -> None:
         """Unregister, drop the drivers, and fail what had not ended: nobody may wait for ever."""
-        if self.drivers:
-            for region in self._regions:
-                self._guarded(partial(self.drivers[0].unregister, region))
+        for unregister in self.drivers.unregister():
+            self._guarded(unregister)
         for driver in self.drivers:
             self._guarded(driver.close)
         closed = TransferFailed("the transfer engine was closed")
@@ -188,13 +179,13 @@ class Pump:
                 self._failed(window, descriptor)
 
     def _fill(self, window: PeerWindow) -> None:
-        while window.met is self.drivers[-1]:
+        while window.met is self.drivers.sending:
             descriptor = window.next(
                 time.monotonic(), self.limits.window_descriptors, self.limits.window_bytes
             )
             if descriptor is None:
                 return
-            descriptor.driver = self.drivers[-1]
+            descriptor.driver = self.drivers.sending
             try:
                 descriptor.submitted = descriptor.driver.submit(window.session, descriptor.block)
             except Exception as error:
@@ -256,7 +247,7 @@ class Pump:
         window.suspicion = window.suspicion or reason
         if window.asking:
             return
-        driver = self.drivers[-1]
+        driver = self.drivers.sending
 
         def ask() -> None:
             try:
@@ -271,48 +262,24 @@ class Pump:
     def _probed(self, window: PeerWindow, driver: EngineDriver, answers: bool) -> None:
         window.asking = False
         reason, window.suspicion = window.suspicion, ""
-        if not answers and window.met is not self.drivers[-1]:
+        if not answers and window.met is not self.drivers.sending:
             error = TransferFailed(f"{window.session} does not answer")
             for batch in window.batches():
                 self._fail_batch(window, batch, error, settled_at_s=0.0)
-        elif answers and driver is self.drivers[-1]:
+        elif answers and driver is self.drivers.sending:
             window.met = driver
             if reason:
                 # it lives and our writes do not arrive: it is this driver that cannot reach it any more
                 self._rebuild(reason)
 
     def _rebuild(self, reason: str) -> None:
-        """Send through a new driver from now on. Writes on the old one are still polled to their end.
+        self.counters["rebuilds"] += self.drivers.replace(reason, self._in_use())
 
-        The first driver stays for good, since peers write into this node through its session.
-        """
-        now = time.monotonic()
-        if now - self._rebuilt_at_s < self.limits.retry_after_s:
-            return  # the failures of one outage share one rebuild
-        self._rebuilt_at_s = now
-        self.counters["rebuilds"] += 1
-        log.warning("engine.rebuild", reason=reason)
-        driver = self._factory()
-        try:
-            for region in self._regions:
-                driver.register(region)
-        except Exception:
-            driver.close()
-            raise
-        self.drivers.append(driver)
-        self._close_replaced(_MOST_REPLACED)
+    def _close_replaced(self) -> None:
+        self.drivers.close_replaced(self._in_use())
 
-    def _close_replaced(self, kept: int = 0) -> None:
-        """Close replaced drivers that serve no write, but the latest `kept`.
-
-        An engine holds the interpreter for a second and more while it is closed, which stops every room of the
-        node: it waits for an idle moment, unless there are many.
-        """
-        used = {id(d.driver) for w in self.windows.values() for d in w.active}
-        idle = [d for d in self.drivers[1:-1] if id(d) not in used]
-        for old in idle[: max(0, len(idle) - kept)]:
-            self.drivers.remove(old)
-            old.close()
+    def _in_use(self) -> list[EngineDriver]:
+        return [descriptor.driver for window in self.windows.values() for descriptor in window.active]
 
 
 def _nothing() -> None:

@@ -328,7 +328,7 @@ async def test_a_driver_that_cannot_be_rebuilt_is_no_end(start_rig: StartRig) ->
         made.set()
         raise RuntimeError("no more ports")
 
-    rig.engine._pump._factory = broken  # type: ignore[assignment]
+    rig.engine._pump.drivers._factory = broken  # type: ignore[assignment]
     with capture_logs() as logs:
         with pytest.raises(TransferFailed):
             await rig.engine.wait([rig.submit(0, 100)])
