@@ -29,3 +29,5 @@ async def within(work: Coroutine[Any, Any, T], limit_s: float) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits for it any more

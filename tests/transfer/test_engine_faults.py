@@ -262,7 +262,7 @@ async def test_a_replaced_driver_is_not_closed_while_writes_go_on(start_rig: Sta
 async def test_many_replaced_drivers_do_not_wait(start_rig: StartRig) -> None:
     """An engine that is never idle keeps four replaced drivers, and closes the oldest beyond them at once."""
     rig = await start_rig(limits=replace(QUICK, retry_after_s=0.001, deadline_s=60.0, late_landing_s=0.01))
-    rig.plan = lambda session, block: Fault(delay_s=4.0) if session == OTHER else Fault(refuse=True)
+    rig.plan = lambda session, block: Fault(delay_s=8.0) if session == OTHER else Fault(refuse=True)
     busy = rig.submit(1000, 100, session=OTHER)
     for count in range(2, 8):
         with pytest.raises(TransferFailed):

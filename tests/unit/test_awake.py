@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+from typing import Any
 
 import pytest
 
@@ -63,3 +65,25 @@ async def test_a_cancelled_wait_cancels_the_work() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiter
     assert ended.is_set()
+
+
+async def test_an_error_after_the_waiter_is_gone_is_no_ones_fault() -> None:
+    """Work that ends its cancellation with an error of its own: the waiter is cancelled, and nothing is left unseen."""
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("too late") from None
+
+    waiter = asyncio.create_task(within(work(), 60.0))
+    await asyncio.sleep(0.01)
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    del waiter
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert unseen == []
