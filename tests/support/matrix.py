@@ -35,6 +35,7 @@ RANKS = (1, 2, 4, 8)
 FULL = "full"
 PROPOSALS = 2
 PAGES = 24
+PATIENT_TRANSFER = {"progress_timeout_s": 60, "late_landing_s": 90.0, "deadline_s": 120.0}
 PATIENT = {
     "message_s": 60.0,
     "bootstrap_s": 120.0,
@@ -85,7 +86,7 @@ def sides(model: str, dtype: str, ranks: int, chunk: int, mode: str) -> tuple[di
         "model": {"name": model, "draft_tokens": PROPOSALS},
         "cache": {"page_size": PAGE, "dtype": dtype, "reuse": "exact", "pages": PAGES},
         "prefill": {"chunk_tokens": chunk, "max_input_tokens": 1024},
-        "transfer": {"digests": "full", "mode": mode, "progress_timeout_s": 60, "deadline_s": 120.0},
+        "transfer": {"digests": "full", "mode": mode, **PATIENT_TRANSFER},
         "deadlines": PATIENT,
     }
     cp = {"size": ranks, "shared_kv": True} if ranks > 1 else {}
