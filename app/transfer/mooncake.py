@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 from app.errors import SettingsError, TransferFailed
@@ -17,6 +18,8 @@ from app.transfer.confine import confine
 
 _STATUS = {int(status): status for status in Status}
 """A look-up costs a fifth of an enum's call, and there are several of them a write."""
+_EMPTY_POLLS, _EMPTY_POLL_S = 1000, 0.005
+"""A write of no bytes has ended by the first look at it, as far as was seen."""
 _NEEDED = ("transfer_submit_write", "transfer_check_status", "register_memory", "send_probe")
 
 
@@ -104,7 +107,23 @@ class MooncakeDriver:
         return _STATUS[self._engine.transfer_check_status(submitted)]
 
     def probe(self, session: str) -> bool:
-        return bool(self._engine.send_probe(session) == 0)
+        """As the protocol says. A write of no bytes makes the engine ask the peer for its regions, and sends nothing.
+
+        Without it the first real submit asks: it would block for up to a minute where a peer has just stopped, and
+        its bytes would land after everybody has given them up.
+        """
+        engine = self._engine  # a close meanwhile waits for this call
+        if engine.send_probe(session) != 0:
+            return False
+        submitted = int(engine.transfer_submit_write(session, 0, 0, 0))
+        if submitted <= 0:
+            return False
+        for _ in range(_EMPTY_POLLS):
+            status = _STATUS[engine.transfer_check_status(submitted)]
+            if status is not Status.PENDING:
+                return status is Status.DONE
+            time.sleep(_EMPTY_POLL_S)
+        return False
 
     def close(self) -> None:
         self._engine = None

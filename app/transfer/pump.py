@@ -2,9 +2,9 @@
 
     take(descriptor) -> driver.submit -> poll driver.check -> done | retry after a pause | fail the batch
 
-Nothing here may block: one peer that hangs would stop the writes to all others. A first contact does block
-in the driver (a minute, with a stopped peer), so a peer is probed in a thread of its own before its first
-write, and again before its failures are blamed on our driver.
+Nothing here may block: one peer that hangs would stop the writes to all others, and what was submitted late
+would land late. A first contact does block in the driver (a minute, with a stopped peer), so a peer is probed
+in a thread of its own before its first write, and again before its failures are blamed on our driver.
 """
 
 from __future__ import annotations

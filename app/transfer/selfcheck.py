@@ -48,6 +48,8 @@ def _write(sender: mooncake.MooncakeDriver, receiver: mooncake.MooncakeDriver) -
     sender.register(Region("source", ctypes.addressof(source), BYTES))
     receiver.register(Region("target", ctypes.addressof(target), BYTES))
     started_s = time.monotonic()
+    if not sender.probe(receiver.session):
+        raise KvferryError(f"{receiver.session} cannot be reached: the engine had no answer to its probe")
     block = Block(ctypes.addressof(source), ctypes.addressof(target), BYTES)
     submitted = sender.submit(receiver.session, block)
     if submitted <= 0:

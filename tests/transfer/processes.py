@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ import numpy as np
 import psutil
 
 from app.errors import KvferryError
-from app.transfer.base import Block, Region
+from app.transfer.base import Block, Region, Status
 from app.transfer.engine import Engine, Limits
 from app.transfer.mooncake import MooncakeDriver, environment, prepare
 
@@ -56,6 +57,29 @@ def receive(control: Connection) -> None:
     while control.recv() == "content":
         control.send_bytes(memory.data)
     driver.unregister(Region("memory", memory.ctypes.data, SIZE))
+
+
+def first_submits(control: Connection) -> None:
+    """Seconds of a first submit with a probe before it, and without, while somebody idles at the peer's port."""
+    _prepare()
+    peer, met, stranger = (MooncakeDriver(HOST) for _ in range(3))
+    memory = np.zeros(SIZE, np.uint8)
+    for driver in (peer, met, stranger):
+        driver.register(Region("memory", memory.ctypes.data, SIZE))
+    assert met.probe(peer.session)
+    half = SIZE // 2
+    block = Block(memory.ctypes.data, memory.ctypes.data + half, half)
+    seconds = []
+    with socket.create_connection((HOST, int(peer.session.rpartition(":")[2]))):
+        time.sleep(0.2)  # it is being listened to
+        for driver in (met, stranger):
+            started_s = time.monotonic()
+            submitted = driver.submit(peer.session, block)
+            seconds.append(time.monotonic() - started_s)
+            while driver.check(submitted) is Status.PENDING:
+                time.sleep(0.001)
+    control.send(seconds)
+    control.recv()
 
 
 def send(control: Connection) -> None:

@@ -17,7 +17,7 @@ from app.errors import SettingsError, TransferFailed
 from app.transfer import mooncake
 from app.transfer.base import Block, Region, Status
 from app.transfer.mooncake import MooncakeDriver, environment, prepare, require_async_api
-from tests.transfer.processes import SIZE, Child, child, pattern, receive, send
+from tests.transfer.processes import SIZE, Child, child, first_submits, pattern, receive, send
 
 APP = Path(__file__).parents[2] / "app"
 _END_THE_PROCESS = ("_on_cuda", "_sync")
@@ -93,6 +93,15 @@ def test_a_stopped_peer_hangs_alone(sender: Child, receiver: Child) -> None:
         assert sender.write(place)[0][0][0] is None
 
 
+@pytest.mark.case("F6")
+def test_after_a_probe_no_submit_waits_for_the_peer() -> None:
+    """While the peer's handshakes are held up, a driver that has met it submits at once, one that has not waits."""
+    with child(first_submits) as found:
+        met, first = found.hello
+    assert met < first / 4
+    assert first > 1
+
+
 def test_an_unreachable_peer_fails_at_once(sender: Child, receiver: Child) -> None:
     """A session at which nobody listens is found out before a write is submitted."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -158,6 +167,8 @@ class StubEngine:
         self.code = 0
         self.asked: list[int] = []
         self.status = 0
+        self.empty = 7
+        """What a write of no bytes is given for an id."""
 
     def initialize(self, *arguments: Any) -> int:
         return self.code
@@ -169,7 +180,7 @@ class StubEngine:
         return self.code
 
     def transfer_submit_write(self, session: str, source: int, destination: int, length: int) -> int:
-        return 0
+        return 0 if length else self.empty
 
     def transfer_check_status(self, submitted: int) -> int:
         self.asked.append(submitted)
@@ -204,6 +215,7 @@ def test_codes_of_the_engine_are_errors(stub: StubEngine) -> None:
     """A failed start and a failed registration raise with the code; a probe that fails is no answer."""
     driver = MooncakeDriver("127.0.0.1")
     assert driver.session == "127.0.0.1:15001"
+    stub.status = 1
     assert driver.probe("127.0.0.1:15002")
     stub.code = -102
     assert not driver.probe("127.0.0.1:15002")
@@ -211,6 +223,22 @@ def test_codes_of_the_engine_are_errors(stub: StubEngine) -> None:
         driver.register(Region("pool", 0, 4096))
     with pytest.raises(TransferFailed, match=r"did not start on 127\.0\.0\.1: code -102"):
         MooncakeDriver("127.0.0.1")
+
+
+def test_a_probe_that_learns_nothing_of_the_peer_is_no_answer(
+    stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of no bytes is refused, fails or does not end: the peer has not been met. Id 0 is never asked about."""
+    monkeypatch.setattr(mooncake, "_EMPTY_POLL_S", 0.0)
+    driver = MooncakeDriver("127.0.0.1")
+    stub.empty = 0
+    assert not driver.probe("127.0.0.1:15002")
+    assert stub.asked == []
+    stub.empty = 7
+    for status, asked in ((-1, 1), (0, 1000)):
+        stub.status, stub.asked = status, []
+        assert not driver.probe("127.0.0.1:15002")
+        assert stub.asked == [7] * asked
 
 
 def test_the_environment_cannot_change_after_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
