@@ -29,7 +29,7 @@ class Drivers:
         self._factory = factory
         self._between_s = between_s
         self._all: list[EngineDriver] = []
-        self._regions: list[Region] = []
+        self.regions: list[Region] = []
         self._replaced_at_s = float("-inf")
 
     def __iter__(self) -> Iterator[EngineDriver]:
@@ -51,12 +51,7 @@ class Drivers:
         """With the first driver and with the one that sends."""
         for driver in dict.fromkeys((self.first, self.sending)):
             driver.register(region)
-        self._regions.append(region)
-
-    def unregister(self) -> Iterator[Callable[[], None]]:
-        """What takes every region out of the first driver, a call each."""
-        for region in self._regions if self._all else ():
-            yield lambda region=region: self.first.unregister(region)  # type: ignore[misc]
+        self.regions.append(region)
 
     def replace(self, reason: str, in_use: Iterable[EngineDriver]) -> bool:
         """Send through a new driver from now on. False, and nothing done, when the last one is that new.
@@ -70,7 +65,7 @@ class Drivers:
         log.warning("engine.rebuild", reason=reason)
         driver = self._factory()
         try:
-            for region in self._regions:
+            for region in self.regions:
                 driver.register(region)
         except Exception:
             driver.close()

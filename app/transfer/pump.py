@@ -126,8 +126,8 @@ class Pump:
 
     def _end(self) -> None:
         """Unregister, drop the drivers, and fail what had not ended: nobody may wait for ever."""
-        for unregister in self.drivers.unregister():
-            self._guarded(unregister)
+        for region in self.drivers.regions:
+            self._guarded(partial(self.drivers.first.unregister, region))
         for driver in self.drivers:
             self._guarded(driver.close)
         closed = TransferFailed("the transfer engine was closed")
