@@ -53,15 +53,14 @@ class Drivers:
             driver.register(region)
         self.regions.append(region)
 
-    def replace(self, reason: str, in_use: Iterable[EngineDriver]) -> bool:
-        """Send through a new driver from now on. False, and nothing done, when the last one is that new.
+    @property
+    def just_replaced(self) -> bool:
+        """The failures of one outage share one rebuild, also one that failed."""
+        return time.monotonic() - self._replaced_at_s < self._between_s
 
-        Writes on the old one are still polled to their end. The failures of one outage share one rebuild.
-        """
-        now = time.monotonic()
-        if now - self._replaced_at_s < self._between_s:
-            return False
-        self._replaced_at_s = now
+    def replace(self, reason: str, in_use: Iterable[EngineDriver]) -> None:
+        """Send through a new driver from now on. Writes on the old one are still polled to their end."""
+        self._replaced_at_s = time.monotonic()
         log.warning("engine.rebuild", reason=reason)
         driver = self._factory()
         try:
@@ -72,7 +71,6 @@ class Drivers:
             raise
         self._all.append(driver)
         self.close_replaced(in_use, kept=_MOST_REPLACED)
-        return True
 
     def close_replaced(self, in_use: Iterable[EngineDriver], *, kept: int = 0) -> None:
         """Close replaced drivers that serve no write, but the latest `kept`.

@@ -273,7 +273,9 @@ class Pump:
                 self._rebuild(reason)
 
     def _rebuild(self, reason: str) -> None:
-        self.counters["rebuilds"] += self.drivers.replace(reason, self._in_use())
+        if not self.drivers.just_replaced:
+            self.counters["rebuilds"] += 1
+            self.drivers.replace(reason, self._in_use())
 
     def _close_replaced(self) -> None:
         self.drivers.close_replaced(self._in_use())

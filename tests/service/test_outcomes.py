@@ -10,12 +10,12 @@ import pytest
 
 from app.core.lifecycle import State
 from app.errors import ClientGone, InvalidRequest, PageMismatch, PeerAborted, PromptTooLong
+from app.service.awake import within
 from app.transfer.base import Status
 from app.transfer.fake import Fault
 from app.transfer.messages import Destination
 from tests.support.faults import MessageFault
 from tests.support.harness import PAGE, WITHIN_S, Cluster, Legs, eventually, prompt_of
-from tests.support.patience import patiently
 
 GONE = "the client closed its connection"
 
@@ -155,7 +155,7 @@ async def test_the_client_of_prefill_goes(cluster: Cluster, state: State) -> Non
             await eventually(brake.reached.is_set)
         assert legs.prefill.fail(ClientGone(GONE))
         brake.release()
-        await patiently(legs.prefill.answered.wait, WITHIN_S)
+        await within(legs.prefill.answered.wait(), WITHIN_S)
     mine, theirs = await legs.failed()
     assert isinstance(mine, ClientGone)
     assert isinstance(theirs, ClientGone), theirs
@@ -193,7 +193,7 @@ async def test_the_client_of_decode_goes(cluster: Cluster, state: State) -> None
         legs = cluster.start_both(prompt_of(40))
         await eventually(lambda: legs.decode.life.state is state)
         assert legs.decode.fail(ClientGone(GONE))
-        await patiently(legs.decode.answered.wait, WITHIN_S)
+        await within(legs.decode.answered.wait(), WITHIN_S)
         brake.release()
         mine, theirs = await legs.failed()
     assert isinstance(theirs, ClientGone)

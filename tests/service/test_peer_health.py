@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from app.errors import PeerRefused, PeerUnavailable
+from app.service.awake import within
 from app.service.node import Node
 from app.transfer.breaker import Circuit
 from tests.support.faults import MessageFault
 from tests.support.harness import WITHIN_S, Cluster, Legs, eventually, prompt_of
-from tests.support.patience import patiently
 
 QUICK = {"heartbeat_s": 0.1, "heartbeat_misses": 3, "lease_s": 1.0, "breaker_open_s": 0.5}
 
@@ -43,7 +43,7 @@ async def test_only_the_rooms_of_a_dead_prefill_fail(cluster: Cluster) -> None:
         await eventually(brake.reached.is_set)
     lost = MessageFault(copies=0)
     cluster.wire.rule = lambda sent: lost if dead.url in (sent.source, sent.url[: len(dead.url)]) else None
-    await patiently(legs[0].decode.answered.wait, WITHIN_S)
+    await within(legs[0].decode.answered.wait(), WITHIN_S)
     reason = legs[0].decode.life.reason
     assert isinstance(reason, PeerUnavailable)
     assert f"prefill at {dead.url}: no answer to 3 heartbeats" in reason.message
@@ -106,7 +106,7 @@ async def test_a_restart_ends_the_rooms_of_the_old_instance_at_once(cluster: Clu
     new = cluster.build("prefill", deadlines=QUICK)
     await new.start()
     cluster.wire.apps[old.url] = cluster.apps[new]
-    await patiently(legs.decode.answered.wait, WITHIN_S)
+    await within(legs.decode.answered.wait(), WITHIN_S)
     assert isinstance(legs.decode.life.reason, PeerUnavailable)
     assert f"instance {old.instance} is gone, {new.instance} answers" in legs.decode.life.reason.message
     assert cluster.decode.heartbeats.replaced == 1

@@ -14,6 +14,7 @@ from app.errors import (
     SettingsError,
     TransferFailed,
 )
+from app.service.awake import within
 from app.transfer.base import Block, Status
 from app.transfer.fake import Fault
 from app.transfer.messages import Abort, Complete, RankSent
@@ -28,7 +29,6 @@ from tests.support.harness import (
     page_list,
     prompt_of,
 )
-from tests.support.patience import patiently
 
 GONE = "the client closed its connection"
 
@@ -216,7 +216,7 @@ async def test_a_dead_peer_holds_pages_for_a_bounded_time(cluster: Cluster) -> N
     legs = cluster.start_both(prompt_of(40))
     await eventually(brake.reached.is_set)
     cluster.wire.rule = lambda sent: MessageFault(refused=True)
-    await patiently(legs.decode.answered.wait, WITHIN_S)
+    await within(legs.decode.answered.wait(), WITHIN_S)
     assert isinstance(legs.decode.life.reason, DeadlineExceeded)
     assert len(cluster.wire.sent("abort", legs.room)) == 1
     assert cluster.held(cluster.decode)["pages"] == 3

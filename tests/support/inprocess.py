@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 
 from app.errors import KvferryError
+from app.service.awake import within
 from app.service.decode_job import DecodeJob
 from app.service.jobs import Job, Request, TokenOut
 from app.service.prefill_job import PrefillJob
-from tests.support.patience import patiently
 
 WITHIN_S = 10.0
 """Bound of every wait in these tests: generous, since the machine may be busy."""
@@ -59,7 +59,7 @@ class Legs:
         """Wait for both outcomes (not for the drain) and return decode's tokens."""
         try:
             for job in self.jobs:
-                await patiently(job.answered.wait, WITHIN_S)
+                await within(job.answered.wait(), WITHIN_S)
         except TimeoutError:
             raise AssertionError(f"no outcome within {WITHIN_S} s\n{standing(self.jobs)}") from None
         return await self.tokens() if self._decode is not None else []
@@ -67,7 +67,7 @@ class Legs:
     async def tokens(self) -> list[TokenOut]:
         if self._received is None:
             tokens = []
-            while (token := await patiently(self.decode.output.get, WITHIN_S)) is not None:
+            while (token := await within(self.decode.output.get(), WITHIN_S)) is not None:
                 tokens.append(token)
             self._received = tokens
         return self._received

@@ -336,6 +336,7 @@ async def test_a_driver_that_cannot_be_rebuilt_is_no_end(start_rig: StartRig) ->
         await rig.engine.wait([rig.submit(0, 100)])
     assert any(line["event"] == "engine.thread" for line in logs)
     assert len(rig.drivers) == 1
+    assert rig.engine.counters["rebuilds"] == 1
 
 
 @pytest.mark.contract(123)
