@@ -233,7 +233,7 @@ class PrefillService:
         await self.node.transfer.wait([job.metadata])
 
     async def _all_landed(self, job: PrefillJob, peer: Peer) -> None:
-        """Send the rest, bounded here too: an engine that does not come back from a call keeps no deadline."""
+        """Send the rest, bounded here too: an engine whose thread is held up keeps no deadline."""
         limits = self.node.settings.transfer
         longest_s = limits.deadline_s + limits.late_landing_s
         try:

@@ -138,9 +138,8 @@ class Engine:
     def why_not_ready(self, *, stall_s: float) -> str | None:
         if self._thread is None or not self._thread.is_alive():
             return "the transfer engine has ended"
-        since_s = self._pump.at_work_since_s
-        if since_s is not None and time.monotonic() - since_s > stall_s:
-            return f"the transfer engine has not come back from a call for {stall_s:g} s"
+        if time.monotonic() - self._pump.due_at_s > stall_s:
+            return f"the transfer engine has not looked for work for {stall_s:g} s"
         return None
 
     def statistics(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ in a thread of its own before its first write, and again before its failures are
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import structlog
 
 from app.errors import DeadlineExceeded, KvferryError, TransferFailed
 from app.transfer.base import Batch, Block, EngineDriver, Region, Status
+from app.transfer.calls import Call, Calls
 from app.transfer.drivers import DriverFactory, Drivers
 from app.transfer.window import Descriptor, PeerWindow
 
@@ -32,6 +32,7 @@ _GLANCE = 4
 """Writes end nearly in the order in which they began: a look at them stops at this many that have not."""
 _LOOK_AT_ALL_S = 0.003
 """How often it does not stop, so that a few that hang hide no others."""
+_IDLE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +60,13 @@ class Pump:
             ("batches", "descriptors", "bytes", "failures", "refused", "retries", "deadlines", "rebuilds"), 0
         )
         self._tell = tell
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.at_work_since_s: float | None = None
-        """When (monotonic) the thread last stopped waiting; None while it waits. Any thread may read it."""
+        self._calls = Calls()
+        self.due_at_s = time.monotonic()
+        """When the thread stops waiting at the latest, or did. Long ago: it is held up. Any thread may read it."""
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, function: Callable[[], None] | None) -> None:
+    def call(self, function: Call | None) -> None:
         """Have the thread execute something; None ends it. Any thread may ask."""
         self._calls.put(function)
 
@@ -101,13 +102,14 @@ class Pump:
     def run(self) -> None:
         while True:
             busy = any(w.busy for w in self.windows.values())
-            self.at_work_since_s = None
+            # also after progress: polling without a pause takes the processor from the engine's own thread
+            wait_s = self.limits.poll_s if busy else _IDLE_S
+            self.due_at_s = time.monotonic() + wait_s
             try:
-                # also after progress: polling without a pause takes the processor from the engine's own thread
-                call = self._calls.get(timeout=self.limits.poll_s if busy else 0.5)
-            except queue.Empty:
+                call = self._calls.get(wait_s)
+            except TimeoutError:
                 call = _nothing if busy else self._close_replaced
-            self.at_work_since_s = time.monotonic()
+            self.due_at_s = time.monotonic()
             if call is None:
                 break
             self._guarded(call)
@@ -117,7 +119,7 @@ class Pump:
                     del self.windows[window.session]
         self._end()
 
-    def _guarded(self, function: Callable[[], None]) -> None:
+    def _guarded(self, function: Call) -> None:
         """One bad call must not end the thread, nor the writes to other peers."""
         try:
             function()

@@ -109,7 +109,7 @@ async def test_the_worst_rank_decides_readiness(cluster: Cluster) -> None:
     for path in ("/readyz", "/health"):
         answer = await cluster.call(cluster.prefill, "GET", path)
         assert answer.status_code == 503
-        reason = "rank 2: the transfer engine has not come back from a call for 0.2 s"
+        reason = "rank 2: the transfer engine has not looked for work for 0.2 s"
         assert answer.json()["detail"] == reason
     assert (await cluster.call(cluster.prefill, "GET", "/livez")).status_code == 200
     third.works.set()
