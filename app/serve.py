@@ -21,9 +21,10 @@ from app.api.app import create_app
 from app.engine.heap import give_back, settle
 from app.errors import SettingsError
 from app.obs.logging import configure_logging
-from app.sections import HttpSettings
 from app.service.node import Node
 from app.settings import NodeSettings
+from app.settings.credentials import server_tls
+from app.settings.sections import HttpSettings
 
 log = structlog.get_logger(__name__)
 
@@ -149,7 +150,7 @@ async def _serve(settings: NodeSettings, listener: socket.socket, moved: bool, m
         timeout_keep_alive=75,
     )
     config.load()
-    config.ssl = settings.server_tls()
+    config.ssl = server_tls(settings.http)
     server = _Server(config)
     stop = _Stop(node, server)
 

@@ -19,6 +19,7 @@ from app.api.peer import peer_router
 from app.api.problems import MEDIA_TYPE, BodyLimit, Problem, install
 from app.errors import InvalidRequest, KvferryError
 from app.service.node import Node
+from app.settings.credentials import scopes
 
 _REQUEST_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 
@@ -59,7 +60,7 @@ def create_app(node: Node) -> FastAPI:
     _tell_prefill_of_refusals(app, node)
     app.add_middleware(BodyLimit, most=node.settings.http.max_body_bytes, node=node)
     # added last, so it comes first: before a body is read
-    app.add_middleware(Guard, tokens=Tokens(node.settings.scopes()), node=node)
+    app.add_middleware(Guard, tokens=Tokens(scopes(node.settings.auth)), node=node)
     return app
 
 

@@ -20,7 +20,7 @@ from app.api.problems import problem_response
 from app.errors import Denied, ScopeMissing, TokenMissing, TokenWrong
 from app.obs.logging import RateLimited
 from app.service.node import Node
-from app.settings import Scope
+from app.settings.credentials import Scope
 
 log = structlog.get_logger(__name__)
 _limited = RateLimited(log)

@@ -26,6 +26,7 @@ from app.service.forwards import Forwards
 from app.service.gates import PageGate
 from app.service.tiers import make_tiers
 from app.settings import NodeSettings
+from app.settings.credentials import client_tls, peer_secret
 from app.tiers.device import DevicePool
 from app.tiers.events import EventBridge
 from app.transfer import mooncake
@@ -124,9 +125,9 @@ def bootstrap_hosts(settings: NodeSettings) -> AllowedHosts | None:
 def control_client(settings: NodeSettings, hosts: AllowedHosts | None) -> HttpControlClient:
     """How a node talks to its peers. The caller closes it."""
     return HttpControlClient(
-        token=settings.peer_secret(),
+        token=peer_secret(settings.auth),
         hosts=hosts,
-        tls=settings.client_tls(),
+        tls=client_tls(settings.http),
         most_bytes=settings.http.max_body_bytes,
     )
 

@@ -12,7 +12,7 @@ from app.core.ids import PageArray
 from app.core.lanes import OwnerLanes
 from app.core.pages import summary
 from app.errors import IntegrityError
-from app.sections import DiagnosticSettings
+from app.settings.sections import DiagnosticSettings
 from app.tiers.device import DevicePool
 
 log = structlog.get_logger(__name__)

@@ -16,7 +16,8 @@ import pytest
 from app.api.auth import Tokens, needed
 from app.api.document import openapi_document
 from app.errors import Denied, ScopeMissing, SettingsError, TokenMissing, TokenWrong
-from app.settings import Scope, load_settings
+from app.settings import load_settings
+from app.settings.credentials import Scope, peer_secret, scopes
 from demo.cluster import NodeProcess, cluster
 from tests.api.test_bad_input import require_problem
 from tests.conftest import Track
@@ -160,7 +161,7 @@ async def test_the_token_comes_before_the_body(guarded: Cluster) -> None:
 def test_two_headers_are_refused() -> None:
     """A call with two Authorization headers is refused whatever they say; its reader could take the other one."""
     node = load_settings(overrides={"role": "prefill"})
-    assert node.scopes() == {}
+    assert scopes(node.auth) == {}
     tokens = Tokens({"secret": frozenset({Scope.READ})})
     tokens.require(b"bearer secret ", Scope.READ)
     with pytest.raises(ScopeMissing) as narrow:
@@ -189,7 +190,7 @@ async def test_without_a_peer_token_the_first_one_is_it(track: Track, with_peer_
     auth = {"token": TOKENS["token"]} | ({"peer_token": TOKENS["peer"]} if with_peer_token else {})
     made: Cluster = track(Cluster())
     await made.start({"auth": auth}, {"auth": auth})
-    assert made.prefill.settings.peer_secret() == TOKENS["peer" if with_peer_token else "token"]
+    assert peer_secret(made.prefill.settings.auth) == TOKENS["peer" if with_peer_token else "token"]
     for answer in await call(made, "POST", "/v1/peer/handshake", TOKENS["token"], {}):
         assert answer.status_code == (403 if with_peer_token else 422)
     await made.close()

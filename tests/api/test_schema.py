@@ -19,7 +19,7 @@ from schemathesis import GenerationMode
 
 from app.api.auth import needed
 from app.api.document import openapi_document
-from app.settings import Scope
+from app.settings.credentials import Scope
 from demo.cluster import Cluster, NodeProcess, cluster, free_port
 from tests.support.legs import body_for
 

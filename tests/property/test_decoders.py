@@ -23,7 +23,8 @@ from app.core.rooms import parse_room
 from app.core.slots import Metadata, SlotFormat, SlotRef
 from app.errors import BadInput, Corruption, Denied, InvalidRequest, KvferryError, SettingsError
 from app.hosts import AllowedHosts, Rule, base_url
-from app.settings import Scope, load_settings
+from app.settings import load_settings
+from app.settings.credentials import Scope, secret
 from app.transfer.client import error_from_problem
 from app.transfer.messages import (
     Abort,
@@ -232,7 +233,8 @@ def test_any_bytes_as_a_token_file(content: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(content)
         try:
-            found = load_settings(overrides={"role": "prefill", "auth": {"token_file": file.name}}).secret()
+            settings = load_settings(overrides={"role": "prefill", "auth": {"token_file": file.name}})
+            found = secret(settings.auth)
         except SettingsError as error:
             refused = error.message
     if refused is not None:

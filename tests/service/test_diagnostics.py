@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from app.core.lanes import OwnerLanes
 from app.errors import IntegrityError
-from app.sections import DiagnosticSettings
 from app.service.diagnostics import Diagnostics
+from app.settings.sections import DiagnosticSettings
 from tests.support.harness import Cluster, prompt_of
 
 

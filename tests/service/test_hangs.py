@@ -17,8 +17,8 @@ from app.errors import (
     SettingsError,
     TransferFailed,
 )
-from app.sections import DeadlineSettings, TransferSettings
 from app.service.awake import within
+from app.settings.sections import DeadlineSettings, TransferSettings
 from app.transfer.base import Block, Status
 from app.transfer.fake import Fault
 from tests.support.harness import (

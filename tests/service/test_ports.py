@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 
 from app.errors import SettingsError
-from app.sections import HttpSettings
 from app.serve import bind, published_url
+from app.settings.sections import HttpSettings
 
 
 @pytest.mark.case("J5")

@@ -15,8 +15,8 @@ from app.api.document import openapi_document
 from app.cli import main
 from app.errors import SettingsError
 from app.reference import BEGIN, END, lifecycle_document, settings_table
-from app.sections import HttpSettings
 from app.serve import bind, published_url
+from app.settings.sections import HttpSettings
 
 
 def test_config_prints_the_effective_settings(capsys: pytest.CaptureFixture[str]) -> None:

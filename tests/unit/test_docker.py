@@ -13,6 +13,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from app.settings import load_settings
+from app.settings.credentials import secret
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -60,7 +61,7 @@ def test_the_example_settings_load(role: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("KVFERRY_AUTH__TOKEN_FILE", str(token))
     settings = load_settings(config=DOCKER / f"{role}.toml")
     assert settings.role == role
-    assert settings.secret() == "secret"
+    assert secret(settings.auth) == "secret"
     assert settings.http.advertise == role
     assert role in compose()["services"]
 

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from app.cli import main
 from app.errors import SettingsError
 from app.reference import settings as described
-from app.sections import DeadlineSettings, TransferSettings
 from app.settings import NodeSettings, load_settings
+from app.settings.credentials import secret
+from app.settings.sections import DeadlineSettings, TransferSettings
 
 PREFILL = ["--role", "prefill"]
 
@@ -189,7 +190,7 @@ def test_what_contradicts_for_one_role_may_suit_the_other() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_needs_no_token(host: str) -> None:
     """Only addresses that others can reach need a token."""
-    assert load_settings(flags=[*PREFILL, "--http.host", host]).secret() is None
+    assert secret(load_settings(flags=[*PREFILL, "--http.host", host]).auth) is None
 
 
 @pytest.mark.case("O1")
@@ -256,7 +257,7 @@ def test_secrets_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert str(path) in shown.out
     settings = load_settings(flags=[*PREFILL, "--auth.token", "given-directly"])
     assert "given-directly" not in repr(settings) + str(settings) + json.dumps(settings.masked())
-    assert settings.secret() == "given-directly"
+    assert secret(settings.auth) == "given-directly"
 
 
 def test_a_token_file_is_read_and_stripped(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_a_token_file_is_read_and_stripped(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("secret\n")
     settings = load_settings(flags=[*PREFILL, "--http.host", "192.0.2.1", "--auth.token-file", str(path)])
-    assert settings.secret() == "secret"
+    assert secret(settings.auth) == "secret"
 
 
 @pytest.mark.case("O2")
