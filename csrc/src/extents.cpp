@@ -75,13 +75,14 @@ bool PageExtents::allocate(std::size_t lane, std::int64_t count, Runs& runs) {
   free_[lane] -= count;
   auto left = static_cast<std::uint32_t>(count);
   while (left > 0) {
-    // The smallest extent that holds what is left, else the largest; among equals the lowest.
-    std::uint32_t largest = SizeIndex::length(sizes.greatest());
-    bool fits = left <= largest && (runs.empty() || tail_ == Tail::kBestFit);
-    auto best = sizes.at_least(SizeIndex::key(fits ? left : largest, 0));
-    std::uint32_t part = std::min(left, SizeIndex::length(*best));
-    runs.push_back({SizeIndex::first(*best), part});
-    take(lane, *best, part);
+    // The smallest extent that holds what is left, the lowest of equals; else the largest, the highest of equals.
+    std::uint64_t best = sizes.greatest();
+    if (left <= SizeIndex::length(best) && (runs.empty() || tail_ == Tail::kBestFit)) {
+      best = *sizes.at_least(SizeIndex::key(left, 0));
+    }
+    std::uint32_t part = std::min(left, SizeIndex::length(best));
+    runs.push_back({SizeIndex::first(best), part});
+    take(lane, best, part);
     left -= part;
   }
   return true;

@@ -32,7 +32,7 @@ class PageModel:
         return max(map(len, self.extents()), default=0)
 
     def choose(self, count: int) -> list[range] | None:
-        """The smallest extent that fits, the lowest of equals; else the largest ones and then what fits."""
+        """The smallest extent that fits, lowest of equals; else the largest, highest of equals, then what fits."""
         if count > len(self.free):
             return None
         extents, chosen = self.extents(), []
@@ -41,7 +41,7 @@ class PageModel:
             if fitting:
                 best = min(fitting, key=lambda e: (len(e), e.start))
             else:
-                best = min(extents, key=lambda e: (-len(e), e.start))
+                best = max(extents, key=lambda e: (len(e), e.start))
             extents.remove(best)
             chosen.append(best[:count])
             count -= len(chosen[-1])

@@ -47,7 +47,7 @@ def test_what_fits_somewhere_is_one_run(track: Track) -> None:
 
 @pytest.mark.contract(77)
 def test_what_fits_nowhere_is_as_few_runs_as_possible(track: Track) -> None:
-    """Largest extents first, and the rest out of the smallest extent that holds it; too few in all: None."""
+    """Largest extents first, the highest of equals, and the rest out of the smallest that holds it; else None."""
     pool = fragmented(track, 20, [0, 1, 4, 5, 6, 7, 10, 15, 16, 17])
     before = pool.free_slots.tolist()
     assert pool.allocate(11) is None
@@ -56,6 +56,8 @@ def test_what_fits_nowhere_is_as_few_runs_as_possible(track: Track) -> None:
     assert (first.tolist(), count.tolist()) == ([4, 0], [4, 2])
     pool.release_runs(first, count)
     assert pool.allocate(9).tolist() == [4, 5, 6, 7, 15, 16, 17, 0, 1]
+    pool = fragmented(track, 20, [0, 1, 2, 5, 6, 7, 10, 11])
+    assert pool.allocate(5).tolist() == [5, 6, 7, 10, 11]
 
 
 @pytest.mark.contract(78)
