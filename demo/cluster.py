@@ -19,8 +19,9 @@ from typing import Any
 
 import httpx
 
-# one client: making one reads every certificate of the machine, and nothing here is encrypted
-_http = httpx.Client(timeout=10, verify=False)
+# one client: making one reads every certificate of the machine, and nothing here is encrypted; it keeps no connection
+# to a process that is about to end
+_http = httpx.Client(timeout=10, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 START_S = 180.0
 STOP_S = 25.0
