@@ -22,6 +22,8 @@ AT_ONCE = 6
 _RETRY_AFTER_S = 1.0
 _IDLE_S = 2.5
 """An idle node gives freed memory back."""
+_LOOKS, _LOOK_AGAIN_S = 40, 0.05
+"""How long a node may take until it has a room that can be aborted."""
 
 
 @dataclass(kw_only=True)
@@ -86,18 +88,26 @@ class _Campaign:
             self._report.faults["node_killed" if fault.action == "kill" else "node_stopped"] += 1
 
     async def _abort(self, request: Request) -> None:
-        """Abort the node's newest room, if it has one by then."""
+        """Abort the node's newest room, or the first one that it has within a while."""
         assert request.abort_on is not None
         await anyio.sleep(request.abort_after_s)
-        url = self._running.nodes[request.abort_on].url
+        for _ in range(_LOOKS):
+            if await self._abort_one(self._running.nodes[request.abort_on].url):
+                return
+            await anyio.sleep(_LOOK_AGAIN_S)
+
+    async def _abort_one(self, url: str) -> bool:
+        """Whether a room was aborted: each may end first, and the node may be dead or stopped."""
         try:
             live = (await self._client.get(f"{url}/rooms", timeout=5)).raise_for_status().json()["live"]
-            if live:
-                answer = await self._client.post(f"{url}/abort/{live[-1]['room']}", timeout=5)
+            for record in reversed(live):
+                answer = await self._client.post(f"{url}/abort/{record['room']}", timeout=5)
                 if answer.status_code == 200 and answer.json()["aborted"]:
                     self._report.faults["room_aborted"] += 1
+                    return True
         except httpx.HTTPError:
-            pass  # the node is dead or stopped just now
+            pass
+        return False
 
 
 async def run_campaign(plan: Plan, folder: Path, say: Any) -> Report:

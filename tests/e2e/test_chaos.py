@@ -23,12 +23,16 @@ from chaos.clients import Outcome, slug_of
 from chaos.faults import DriverRates, FaultLog, FaultyClient, FaultyDriver, MessageRates
 from chaos.plan import LIVES_ON, STOPPED_S, make_plan
 
+SEED = 11
+"""Of the short campaign: its plan has many of each fault that needs a request to come far enough for it."""
+
 
 @pytest.mark.timeout(420)
 def test_a_short_campaign_leaves_nothing_behind(tmp_path: Path) -> None:
     """100 requests under every fault: no wrong output, none overdue, free = initial on every node, flat memory."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "chaos", "--requests", "100", "--seed", "1", "--report", str(report)]
+    command = [sys.executable, "-m", "chaos", "--requests", "100", "--report", str(report)]
+    command += ["--seed", str(SEED)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     found = json.loads(report.read_text())
@@ -60,6 +64,17 @@ def test_every_short_plan_has_enough_of_each_fault(seed: int) -> None:
         "before_first_token",
         "mid_stream",
     }
+
+
+def test_the_short_campaign_depends_on_no_luck() -> None:
+    """Of what happens only to a request that is still alive, its plan has seven times what the report asks for."""
+    plan, wanted = make_plan(SEED, 100), wanted_faults(100)
+    clients = Counter(r.client for r in plan.requests)
+    assert sum(r.abort_on is not None for r in plan.requests) >= 7 * wanted["room_aborted"]
+    assert clients["mid_stream"] >= 7 * wanted["client_left_mid_stream"]
+    # these leave by the clock, which needs no luck
+    assert clients["before_headers"] >= 3 * wanted["client_left_before_headers"]
+    assert clients["before_first_token"] >= 3 * wanted["client_left_before_first_token"]
 
 
 def test_a_wrong_token_is_found() -> None:
